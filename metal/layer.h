@@ -14,15 +14,6 @@
 
 using namespace metal;
 
-namespace paged {
-
-// Writes a norm's result in row order. csrc/cuda/kernels/ordered_rows.h has an alternative.
-struct InPlace {
-  METAL_FUNC static void write(device uint4* row, int chunk, uint4 values) { row[chunk] = values; }
-};
-
-}  // namespace paged
-
 // Computes sum = x + residual and out = sum / sqrt(mean(sum^2) + eps) * weight, row by row. The sum
 // stays in registers; without a residual it is not written.
 // grid: rows.

@@ -66,32 +66,35 @@ METAL_FUNC float sum_of_lane(thread float* values, uint lane) {
 }
 
 // WIDTH neighboring elements of a row: a chunk, or one element of a row that is not made of chunks.
-template <typename T, int WIDTH>
+// Result: the order in which chunks are written.
+template <typename T, int WIDTH, typename Result = InPlace>
 struct Neighbors {
   uint4 bits;
 
   METAL_FUNC void load(device const T* from) thread { bits = *(device const uint4*)from; }
   METAL_FUNC void get(thread float* out) const thread { unpack(bits, out, T(0.0f)); }
-  METAL_FUNC static void store(device T* to, thread const float* values) {
-    *(device uint4*)to = pack(values, T(0.0f));
+  METAL_FUNC static void store(device T* row, int column, thread const float* values) {
+    Result::write((device uint4*)row, column / WIDTH, pack(values, T(0.0f)));
   }
 };
 
-template <typename T>
-struct Neighbors<T, 1> {
+template <typename T, typename Result>
+struct Neighbors<T, 1, Result> {
   T value;
 
   METAL_FUNC void load(device const T* from) thread { value = *from; }
   METAL_FUNC void get(thread float* out) const thread { out[0] = float(value); }
-  METAL_FUNC static void store(device T* to, thread const float* values) { *to = T(values[0]); }
+  METAL_FUNC static void store(device T* row, int column, thread const float* values) {
+    row[column] = T(values[0]);
+  }
 };
 
 }  // namespace paged
 
 // Computes hidden = x @ a[adapter].T in fp32: [targets, rows, parts of k, rank], where a part has
-// LORA_DOWN_THREADS chunks. Tiles without adapters are not written.
+// LORA_DOWN_THREADS chunks. Tiles without adapters are not written. Rows: the order of x's columns.
 // grid: (parts * (rank / LORA_COLUMNS rounded up), rows / LORA_ROWS rounded up, targets).
-template <typename T>
+template <typename T, typename Rows = paged::InPlace>
 PAGED_KERNEL(paged::LORA_DOWN_THREADS)
 lora_down(
     device const T* x [[buffer(0)]], device const int* adapters [[buffer(1)]],
@@ -124,7 +127,7 @@ lora_down(
     for (int i = 0; i < LORA_ROWS; i++) {
       if (chosen[i] != NO_ADAPTER) {
         device const T* row = x + ulong(first_row + i) * params.k;
-        unpack(((device const uint4*)row)[chunk], values[i], T(0.0f));
+        unpack(Rows::read((device const uint4*)row, chunk), values[i], T(0.0f));
       }
     }
     for (; adapter != NO_ADAPTER; adapter = next_adapter(chosen, adapter + 1)) {
@@ -239,7 +242,7 @@ struct LoraTarget {
 
 // Writes a tile's rows of the columns from `column` on. second: the target that silu(target)
 // multiplies, if params.is_gated.
-template <typename T, int WIDTH>
+template <typename T, int WIDTH, typename Result>
 METAL_FUNC void write_adapted(
     LoraTarget<T> target, LoraTarget<T> second, device const T* residual,
     threadgroup const float* hidden, thread const int* chosen, int first_row, int n, int column,
@@ -273,18 +276,18 @@ METAL_FUNC void write_adapted(
   PAGED_UNROLL
   for (int i = 0; i < LORA_ROWS; i++) {
     if (first_row + i < params.num_rows) {
-      ulong at = ulong(first_row + i) * n + column;
+      ulong row = ulong(first_row + i) * n;
       if (params.has_residual) {
         Neighbors<T, WIDTH> loaded;
         float added[WIDTH];
-        loaded.load(residual + at);
+        loaded.load(residual + row + column);
         loaded.get(added);
         PAGED_UNROLL
         for (int e = 0; e < WIDTH; e++) {
           values[i * WIDTH + e] += added[e];
         }
       }
-      Neighbors<T, WIDTH>::store(target.out + at, values + i * WIDTH);
+      Neighbors<T, WIDTH, Result>::store(target.out + row, column, values + i * WIDTH);
     }
   }
 }
@@ -295,7 +298,7 @@ METAL_FUNC void write_adapted(
 // (is_gated), and adds a residual to the first one. Rows without an adapter keep their base's bits.
 // grid: (chunks of the widest row / LORA_UP_THREADS rounded up, rows / LORA_ROWS rounded up,
 // targets, or 1 if gated).
-template <typename T>
+template <typename T, typename Result = paged::InPlace>
 PAGED_KERNEL(paged::LORA_UP_THREADS)
 lora_up(
     device const T* base_0 [[buffer(0)]], device const T* base_1 [[buffer(1)]],
@@ -343,9 +346,11 @@ lora_up(
   int column = int(group_id.x * group_size.x + thread_id) * CHUNK;
   if (n % CHUNK != 0) {
     for (int c = column; c < min(column + CHUNK, n); c++) {
-      write_adapted<T, 1>(target, second, residual, staged, chosen, first_row, n, c, params);
+      write_adapted<T, 1, Result>(
+          target, second, residual, staged, chosen, first_row, n, c, params);
     }
   } else if (column < n) {
-    write_adapted<T, CHUNK>(target, second, residual, staged, chosen, first_row, n, column, params);
+    write_adapted<T, CHUNK, Result>(
+        target, second, residual, staged, chosen, first_row, n, column, params);
   }
 }

@@ -80,6 +80,13 @@ METAL_FUNC RowChunk row_chunk(uint3 group_id, uint3 group_size, uint thread_id) 
   return at;
 }
 
+// Reads and writes a row's chunks where they are. csrc/cuda/kernels/ordered_rows.h has an
+// alternative.
+struct InPlace {
+  METAL_FUNC static uint4 read(device const uint4* row, int chunk) { return row[chunk]; }
+  METAL_FUNC static void write(device uint4* row, int chunk, uint4 values) { row[chunk] = values; }
+};
+
 // Rounds a number to T.
 template <typename T>
 METAL_FUNC float rounded(float value) {

@@ -302,10 +302,10 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
   return list;
 }
 
-void norm_in_order(Launch& norm, CodeOrder order) {
+void rows_in_order(Launch& launch, CodeOrder order) {
   std::ostringstream name;
-  name << norm.kernel.host_name << "_ordered_" << order.run << "_" << order.apart;
-  norm.kernel = {name.str(), "layer", ""};
+  name << launch.kernel.host_name << "_ordered_" << order.run << "_" << order.apart;
+  launch.kernel = {name.str(), launch.kernel.file, ""};
 }
 
 Extent kernel_grid(const Launch& launch) {

@@ -30,8 +30,8 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma);
 // True if paged_prefill_wgmma serves 16-bit pools with these head dims and blocks.
 bool has_wgmma_prefill(int key_dim, int value_dim, int block_size);
 
-// Makes a 16-bit norm write its result in code order.
-void norm_in_order(Launch& norm, CodeOrder order);
+// Makes a 16-bit norm or lora_up write its result in code order, or lora_down read such an x.
+void rows_in_order(Launch& launch, CodeOrder order);
 
 // Returns the launch's grid in CUDA's order, which is large along x only: kernels whose tokens,
 // pairs or blocks lie along another dim (kernels/data.cu, quantised_data.cu) have it swapped.

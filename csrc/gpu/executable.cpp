@@ -209,21 +209,29 @@ uint64_t GpuExecutable::workspace_bytes(const std::vector<LaunchList>& attention
 std::vector<GpuExecutable::Step> GpuExecutable::ordered_steps(cuda::TmaKernels tma) const {
   auto steps = steps_;
   for (const auto& value : multiplied_) {
-    auto order_of = [&](size_t i) {
-      return cuda::order_of_x(std::get<ProductStep>(steps_[i]), tma);
-    };
-    auto order = order_of(value.read_by[0]);
-    auto has_same = [&](size_t i) { return order_of(i) == order; };
-    if (order.run == 0 || !std::all_of(value.read_by.begin(), value.read_by.end(), has_same)) {
+    std::optional<ColumnOrder> order;
+    bool is_common = true;
+    for (size_t i : value.read_by) {
+      if (const auto* product = std::get_if<ProductStep>(&steps_[i])) {
+        auto wanted = cuda::order_of_x(*product, tma);
+        is_common = is_common && wanted == order.value_or(wanted);
+        order = wanted;
+      }
+    }
+    if (!order || order->run == 0 || !is_common) {
       continue;
     }
     for (size_t i : value.read_by) {
-      std::get<ProductStep>(steps[i]).x_is_ordered = true;
+      if (auto* product = std::get_if<ProductStep>(&steps[i])) {
+        product->x_is_ordered = true;
+      } else {
+        cuda::rows_in_order(std::get<Launch>(steps[i]), *order);  // lora_down
+      }
     }
-    if (auto* norm = std::get_if<Launch>(&steps[value.made_by])) {
-      cuda::norm_in_order(*norm, order);
+    if (auto* launch = std::get_if<Launch>(&steps[value.made_by])) {  // a norm or lora_up
+      cuda::rows_in_order(*launch, *order);
     } else {
-      std::get<ProductStep>(steps[value.made_by]).out_order = order;
+      std::get<ProductStep>(steps[value.made_by]).out_order = *order;
     }
   }
   return steps;

@@ -186,7 +186,7 @@ class GpuExecutable {
   friend class GpuLowering;
   using Step = std::variant<Launch, ProductStep, MixtureStep, AttentionStep, CollectiveStep>;
 
-  // A result of a norm or of gated products that only products read.
+  // A result of a norm or of gated products that only products and their adapters read.
   struct Multiplied {
     size_t made_by;  // steps
     std::vector<size_t> read_by;

@@ -13,10 +13,10 @@ namespace mlx_paged {
 
 namespace {
 
-// Repeats the last of these for targets that do not exist.
-std::vector<View> for_all_targets(std::vector<View> views) {
-  views.resize(paged::LORA_TARGETS, View(views.back()));
-  return views;
+// Binds the last operand again, for targets that do not exist.
+void bind_missing(Launch& launch, size_t num_targets) {
+  const Binding last = launch.buffers.back();
+  launch.buffers.insert(launch.buffers.end(), paged::LORA_TARGETS - num_targets, last);
 }
 
 }  // namespace
@@ -77,10 +77,12 @@ GpuLowering::Adapters GpuLowering::add_down(const View& x, const std::vector<siz
   View hidden = new_buffer({lora_hidden_size(params, num_targets)}, mx::float32);
   Launch down = lora_down_launch(params, num_targets, first[Lora::kA].dtype());
   read(down, x);
+  read_now(x);
   read(down, adapters);
-  for (const View& v : for_all_targets(a)) {
+  for (const View& v : a) {
     read(down, v);
   }
+  bind_missing(down, a.size());
   write(down, hidden);
   add_step(std::move(down));
   return {loras, params, hidden};
@@ -119,14 +121,16 @@ void GpuLowering::add_up(
     }
   }
   Launch up = lora_up_launch(params, int(made.loras.size()), first[Lora::kA].dtype());
-  for (const View& v : for_all_targets(bases)) {
+  for (const View& v : bases) {
     read(up, v);
   }
+  bind_missing(up, bases.size());
   read(up, made.hidden);
   read(up, view(first[Lora::kAdapters]));
-  for (const View& v : for_all_targets(b)) {
+  for (const View& v : b) {
     read(up, v);
   }
+  bind_missing(up, b.size());
   read(up, residual);
   std::vector<View> results;
   for (size_t i : made.loras) {
@@ -134,8 +138,12 @@ void GpuLowering::add_up(
       results.push_back(new_value((finish ? *finish : nodes[i]).outputs[0]));
     }
   }
-  for (const View& v : for_all_targets(results)) {
+  for (const View& v : results) {
     write(up, v);
+  }
+  bind_missing(up, results.size());
+  if (params.is_gated) {
+    made_now(results[0], params.n_0);
   }
   add_step(std::move(up));
 }

@@ -47,12 +47,7 @@ ProductStep GpuLowering::products_of(
   View x = view(first.x);
   ProductStep step = product_of(x, first, int(x.rows()));
   step.is_gated = is_gated;
-  Buffer& b = buffer(x);
-  bool reads_whole_rows = b.made_by && x.row_size() == b.row_size && x.offset % b.row_size == 0 &&
-                          x.row_stride() % b.row_size == 0;
-  if (reads_whole_rows) {
-    b.read_by.push_back(num_steps());
-  }
+  read_now(x);
   for (size_t i : products) {
     auto part = part_of(*linear_of(graph_, nodes[i]), first.x.dtype());
     bool makes_result = (is_gated || residual) && i == products[0];

@@ -384,6 +384,15 @@ void GpuLowering::made_now(const View& v, int64_t row_size) {
   buffer(v).row_size = row_size;
 }
 
+// Records that the next step multiplies the value, if in whole rows.
+void GpuLowering::read_now(const View& v) {
+  Buffer& b = buffer(v);
+  if (b.made_by && v.row_size() == b.row_size && v.offset % b.row_size == 0 &&
+      v.row_stride() % b.row_size == 0) {
+    b.read_by.push_back(num_steps());
+  }
+}
+
 // --- Steps
 
 int GpuLowering::operand(const View& v) {

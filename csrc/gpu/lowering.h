@@ -37,7 +37,7 @@ class GpuLowering {
     int last_use = -1;
     bool is_written = false;
     // For results of norms and gated products: the step that makes them, in rows of `row_size`
-    // elements, and the steps that multiply whole rows.
+    // elements, and the steps that multiply whole rows: products and lora_down.
     std::optional<size_t> made_by = {};
     int64_t row_size = 0;
     std::vector<size_t> read_by = {};
@@ -101,6 +101,7 @@ class GpuLowering {
   Buffer& buffer(const View& v) { return buffers_[v.buffer]; }
   const Buffer& buffer(const View& v) const { return buffers_[v.buffer]; }
   void made_now(const View& v, int64_t row_size);
+  void read_now(const View& v);
 
   // --- Steps
   int operand(const View& v);

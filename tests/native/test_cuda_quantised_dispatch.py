@@ -283,6 +283,36 @@ def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[
         assert orders_of(launches) == [order, (True, order), (True, None)]
 
 
+@pytest.mark.parametrize(("tma", "suffix"), [("wgmma", "_ordered_64_4"), ("any", "")])
+def test_adapters_follow_the_order_of_their_products(tma: str, suffix: str) -> None:
+    """What a norm and a gate write is read by products and by their adapters."""
+    mlp, rows, rank = Mlp(), 32, 8
+    slots = mx.zeros(rows, mx.int32)
+    matrices = {
+        (k, n): [mx.zeros((2, rank, size), mx.bfloat16) for size in (k, n)]
+        for k, n in ((K, N), (N, K))
+    }
+    mx.eval(slots, list(matrices.values()))
+
+    def adapted(layer: Layer, x: mx.array) -> mx.array:
+        out = layer(x)
+        return ops.lora(out, x, slots, *matrices[x.shape[-1], out.shape[-1]])
+
+    def build(x: mx.array) -> list[mx.array]:
+        normed = mlp.norm(x)
+        gated = ops.silu_mul(adapted(mlp.gate, normed), adapted(mlp.up, normed))
+        return [adapted(mlp.down, gated)]
+
+    launches = launches_of(build, rows, K, tma)
+    kernels = [launch["kernel"] for launch in launches]
+    assert [name for name in kernels if not name.startswith("linear_")] == [
+        f"add_rms_norm_bfloat16{suffix}", f"lora_down_bfloat16{suffix}",
+        f"lora_up_bfloat16{suffix}", f"lora_down_bfloat16{suffix}", "lora_up_bfloat16",
+    ]  # fmt: skip
+    products = [launch for launch in launches if launch["kernel"].startswith("linear_")]
+    assert orders_of(products) == [(bool(suffix), None)] * 2
+
+
 @pytest.mark.parametrize(("rows", "tma"), [(16, "wgmma"), (17, "any"), (64, "none")])
 def test_other_kernels_read_columns_where_they_are(rows: int, tma: str) -> None:
     mlp = Mlp()

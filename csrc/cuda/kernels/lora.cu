@@ -8,6 +8,7 @@
 #include "../msl/metal_stdlib"
 #include "dependent_launch.h"
 #include "lora.h"
+#include "ordered_rows.h"
 
 namespace paged {
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ void fetch_matrices(
     }
     fetched = adapter;
 #pragma unroll 1
-    for (int r = threadIdx.x / kLines; r < num_rows; r += max(1, blockDim.x / kLines)) {
+    for (int r = threadIdx.x / kLines; r < num_rows; r += max(1, int(blockDim.x) / kLines)) {
       const T* from = matrix + adapter * size + long(r) * stride;
       fetch_to_l2(reinterpret_cast<const char*>(from) + at);
     }
@@ -40,7 +41,8 @@ __device__ __forceinline__ void fetch_matrices(
 
 }  // namespace paged
 
-template <typename T>
+// Rows: InPlace or InOrder.
+template <typename T, typename Rows = paged::InPlace>
 __global__ void __launch_bounds__(paged::LORA_DOWN_THREADS) lora_down_entry(
     const T* x, const int* adapters, const T* a_0, const T* a_1, const T* a_2, float* hidden,
     const __grid_constant__ paged::LoraParams params) {
@@ -54,10 +56,10 @@ __global__ void __launch_bounds__(paged::LORA_DOWN_THREADS) lora_down_entry(
       min(int(LORA_COLUMNS), params.rank - first_column), params.k,
       int(sizeof(T)) * (params.k - begin));
   wait_for_kernel_before();
-  lora_down<T>(x, adapters, a_0, a_1, a_2, hidden, params);
+  lora_down<T, Rows>(x, adapters, a_0, a_1, a_2, hidden, params);
 }
 
-template <typename T>
+template <typename T, typename Result = paged::InPlace>
 __global__ void __launch_bounds__(paged::LORA_UP_THREADS, 4) lora_up_entry(
     const T* base_0, const T* base_1, const T* base_2, const float* hidden, const int* adapters,
     const T* b_0, const T* b_1, const T* b_2, const T* residual, T* out_0, T* out_1, T* out_2,
@@ -75,15 +77,30 @@ __global__ void __launch_bounds__(paged::LORA_UP_THREADS, 4) lora_up_entry(
         int(sizeof(T)) * (n - begin));
   }
   wait_for_kernel_before();
-  lora_up<T>(
+  lora_up<T, Result>(
       base_0, base_1, base_2, hidden, adapters, b_0, b_1, b_2, residual, out_0, out_1, out_2,
       params);
 }
 
 #define LORA(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
+// The same runs and distances as in code_order.h.
+#define ORDERED_LORA(dtype, type, run, apart)                    \
+  {"lora_down_" #dtype "_ordered_" #run "_" #apart,              \
+   lora_down_entry<type, mlx_paged::cuda::InOrder<run, apart>>}, \
+      {"lora_up_" #dtype "_ordered_" #run "_" #apart,            \
+       lora_up_entry<type, mlx_paged::cuda::InOrder<run, apart>>},
+#define ORDERED_LORAS(dtype, type) \
+  ORDERED_LORA(dtype, type, 32, 1) \
+  ORDERED_LORA(dtype, type, 32, 2) \
+  ORDERED_LORA(dtype, type, 32, 4) \
+  ORDERED_LORA(dtype, type, 64, 1) \
+  ORDERED_LORA(dtype, type, 64, 2) \
+  ORDERED_LORA(dtype, type, 64, 4)
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_LORA_TEMPLATE(LORA)
+    ORDERED_LORAS(float16, half)
+    ORDERED_LORAS(bfloat16, metal::bfloat)
     // clang-format on
 });

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Writes rows of x in the order of a weight's codes. Chunks are 16 bytes and any vector type works,
-// because Metal's language reads this header too.
+// Writes and reads rows of x in the order of a weight's codes. Chunks are 16 bytes and any vector
+// type works, because Metal's language reads this header too.
 
 #pragma once
 
@@ -30,9 +30,41 @@ __device__ __forceinline__ Chunk pairs_of(Chunk x) {
   return pairs;
 }
 
-// Writes a chunk's pairs to their places in code order.
+// The inverse of pairs_of.
+template <int APART, typename Chunk>
+__device__ __forceinline__ Chunk chunk_of_pairs(Chunk pairs) {
+  constexpr unsigned int kLow = 0x5410;
+  constexpr unsigned int kHigh = 0x7632;
+  Chunk x = pairs;
+  if constexpr (APART == 4) {
+    x.x = __byte_perm(pairs.x, pairs.y, kLow);
+    x.z = __byte_perm(pairs.x, pairs.y, kHigh);
+    x.y = __byte_perm(pairs.z, pairs.w, kLow);
+    x.w = __byte_perm(pairs.z, pairs.w, kHigh);
+  } else if constexpr (APART == 2) {
+    x.x = __byte_perm(pairs.x, pairs.y, kLow);
+    x.y = __byte_perm(pairs.x, pairs.y, kHigh);
+    x.z = __byte_perm(pairs.z, pairs.w, kLow);
+    x.w = __byte_perm(pairs.z, pairs.w, kHigh);
+  }
+  return x;
+}
+
+// The places of a chunk's pairs in code order.
 template <int RUN, int APART>
 struct InOrder {
+  template <typename Chunk>
+  __device__ __forceinline__ static Chunk read(const Chunk* row, int chunk) {
+    constexpr CodeOrder kOrder = {RUN, APART};
+    const unsigned int* from = reinterpret_cast<const unsigned int*>(row);
+    Chunk pairs;
+    pairs.x = from[place_of_pair(kOrder, 8 * chunk, 0) / 2];
+    pairs.y = from[place_of_pair(kOrder, 8 * chunk, 1) / 2];
+    pairs.z = from[place_of_pair(kOrder, 8 * chunk, 2) / 2];
+    pairs.w = from[place_of_pair(kOrder, 8 * chunk, 3) / 2];
+    return chunk_of_pairs<APART>(pairs);
+  }
+
   template <typename Chunk>
   __device__ __forceinline__ static void write(Chunk* row, int chunk, Chunk x) {
     constexpr CodeOrder kOrder = {RUN, APART};
