@@ -343,7 +343,7 @@ MUTANTS = [
     _mutant(LORA, "rounded<T>(out[i * WIDTH + e] + sums[i][e])", "rounded<T>(sums[i][e])", "the base is left out", "adapters"),
     _mutant(LORA, "hidden + i * LORA_ROWS * staged_rank(params)", "hidden", "the gate's sums for both", "adapters_of_layers"),
     _mutant(LORA, "gates[e] / (1.0f + precise::exp(-gates[e]))", "gates[e]", "a gate without its curve", "adapters_of_layers"),
-    _mutant(LORA, "    if (first_row + i < params.num_rows) {\n      ulong at", "    if (true) {\n      ulong at", "rows past the last are stored", "adapters"),
+    _mutant(LORA, "    if (first_row + i < params.num_rows) {\n      ulong row", "    if (true) {\n      ulong row", "rows past the last are stored", "adapters"),
     _mutant(LORA, "values[i * WIDTH + e] += added[e];", "", "a residual that is not added", "adapters_of_layers"),
     _mutant(LORA, "sum += parts[part * params.rank + column];", "sum = parts[part * params.rank + column];", "the last part of k", "adapters"),
     _mutant(LORA, f"    staged[i] = sum;\n  }}\n  {BARRIER}", "    staged[i] = sum;\n  }", "hidden values are read before all are known", "adapters"),
