@@ -282,6 +282,21 @@ def test_less_memory_drops_the_oldest() -> None:
     kv.check_integrity()
 
 
+def test_less_memory_keeps_what_is_being_restored() -> None:
+    kv, contents = in_memory(8, 4)
+    compute(kv, TEXT)
+    compute(kv, [50] * 12)
+    tables = kv.admit([*TEXT, 99])
+    assert tables is not None and tables.restoration is not None
+    memory_of(kv).limit(0)
+    kv.check_integrity()
+    assert len(contents.keys) == 2
+    tables.restoration.num_done = 2
+    kv.finish_restoration(tables.restoration)
+    kv.check_integrity()
+    assert not contents.keys and matched(kv, TEXT) == 8
+
+
 def test_room_for_a_window_may_cost_the_node_itself() -> None:
     """Full memory: what is dropped for a window's block is the node's own full attention."""
     kv, contents = in_memory(1, 8, windows=[window(4, 8)])

@@ -83,6 +83,8 @@ class MemoryTier:
         self._oldest: OrderedDict[int, None] = OrderedDict()  # stored and not pinned
         self._ahead: OrderedDict[_Place, int] = OrderedDict()  # keys of what the device still has
         self._num_ahead_bytes = 0
+        # Bytes of restorations that exceeded the quota when it was lowered.
+        self._num_excess_bytes = 0
         self._pending: OrderedDict[_Place, None] = OrderedDict()  # to be copied ahead
 
     @property
@@ -228,6 +230,7 @@ class MemoryTier:
         while self._ahead and not self._has_room_ahead(0):
             self.forget(*next(reversed(self._ahead)))  # the end of a prefix first
         self._make_room(0)
+        self._num_excess_bytes = max(0, self.num_bytes - capacity)
         return before - self.num_bytes
 
     def _make_room(self, size: int) -> bool:
@@ -258,8 +261,9 @@ class MemoryTier:
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` if the books disagree with each other or with the tree."""
-        if self.num_bytes != sum(self._sizes.values()) or self.num_bytes > self.capacity:
-            raise IntegrityError(f"{self.num_bytes} bytes are stored, of {self.capacity}")
+        most = self.capacity + self._num_excess_bytes
+        if self.num_bytes != sum(self._sizes.values()) or self.num_bytes > most:
+            raise IntegrityError(f"{self.num_bytes} bytes are stored, of {most}")
         for key, (node, group) in self._stored.items():
             if node.entries[group] != -key or not node.is_indexed:
                 raise IntegrityError(f"no node of the prefix tree has content {key}")
