@@ -68,13 +68,12 @@ enum {
   ROPE_SIMD_GROUPS = 4,  // of rope_write, one head each
   PRODUCT_ROWS = 16,     // rows of x for which products.h and experts.h read a weight once
   PRODUCT_SIMD_GROUPS = 4,
-  GREEDY_THREADS = 1024,   // of greedy_tokens, maximum
-  TENSOR_SIMD_GROUPS = 4,  // of tensor_product, which share a tile of results
-  TENSOR_COLUMNS = 64,     // of a tile: rows of the weight
-  TENSOR_DEPTH = 64,       // elements of each row that are multiplied at a time
-  LORA_TARGETS = 3,        // maximum products with adapters in a launch
-  LORA_ROWS = 4,           // rows of x for which lora.h reads a matrix once
-  LORA_COLUMNS = 8,        // of a per threadgroup of lora_down: with LORA_ROWS, a sum for each lane
+  GREEDY_THREADS = 1024,  // of greedy_tokens, maximum
+  TENSOR_COLUMNS = 64,    // of a tile of tensor_product: rows of the weight
+  TENSOR_DEPTH = 64,      // elements of each row that are multiplied at a time
+  LORA_TARGETS = 3,       // maximum products with adapters in a launch
+  LORA_ROWS = 4,          // rows of x for which lora.h reads a matrix once
+  LORA_COLUMNS = 8,       // of a per threadgroup of lora_down: with LORA_ROWS, a sum for each lane
   LORA_DOWN_THREADS = 256,
   LORA_UP_THREADS = 64,
   LORA_STEP = 8,        // rows of b that a thread loads at once
@@ -88,6 +87,12 @@ enum {
 // because they share each load of x.
 constexpr int product_columns(int rows) {
   return rows > 1 ? 2 : 4;
+}
+
+// SIMD-groups of tensor_product that share a tile of results. With four, sums of 128 rows and what
+// is on its way to the tiles would not fit in registers.
+constexpr int tensor_simd_groups(int rows) {
+  return rows > 64 ? 8 : 4;
 }
 
 // Elements between rows of tensor_product's tiles: the padding spreads a column over the banks of

@@ -55,7 +55,8 @@ struct InputTile {
 template <typename T, typename Weight, int THREADS>
 struct WeightTile {
   static constexpr constant int ROW_UNITS = TENSOR_DEPTH / Weight::unit_size();
-  static constexpr constant int LOADS = TENSOR_COLUMNS * ROW_UNITS / THREADS;
+  static constexpr constant int UNITS = TENSOR_COLUMNS * ROW_UNITS;
+  static constexpr constant int LOADS = (UNITS + THREADS - 1) / THREADS;
 
   Weight units[LOADS];
 
@@ -68,7 +69,7 @@ struct WeightTile {
       int unit = begin / Weight::unit_size() + at % ROW_UNITS;
       weight.first = ulong(min(first + at / ROW_UNITS, params.n - 1));
       units[i] = {};  // all zeros, which are the numbers past the end
-      if (unit < weight.row_units) {
+      if (at < UNITS && unit < weight.row_units) {
         units[i].load_alone(weight, uint(unit));
       }
     }
@@ -79,11 +80,13 @@ struct WeightTile {
     PAGED_UNROLL
     for (int i = 0; i < LOADS; i++) {
       int unit = i * THREADS + int(thread_id);
-      threadgroup T* row = tile + unit / ROW_UNITS * tensor_pitch();
-      PAGED_UNROLL
-      for (int chunk = 0; chunk < Weight::unit_size() / CHUNK; chunk++) {
-        int element = unit % ROW_UNITS * Weight::unit_size() + chunk * CHUNK;
-        *(threadgroup uint4*)(row + element) = units[i].packed_chunk(chunk);
+      if (unit < UNITS) {
+        threadgroup T* row = tile + unit / ROW_UNITS * tensor_pitch();
+        PAGED_UNROLL
+        for (int chunk = 0; chunk < Weight::unit_size() / CHUNK; chunk++) {
+          int element = unit % ROW_UNITS * Weight::unit_size() + chunk * CHUNK;
+          *(threadgroup uint4*)(row + element) = units[i].packed_chunk(chunk);
+        }
       }
     }
   }
@@ -95,7 +98,7 @@ struct WeightTile {
 // have no scales, and only affine ones have `biases`. k is a multiple of 8 elements.
 // grid: (rows of the weight / TENSOR_COLUMNS rounded up, rows of x / ROWS likewise).
 template <typename T, typename Weight, int ROWS>
-PAGED_KERNEL(32 * paged::TENSOR_SIMD_GROUPS)
+PAGED_KERNEL(32 * paged::tensor_simd_groups(ROWS))
 tensor_product(
     device const T* x [[buffer(0)]], device const uchar* weight [[buffer(1)]],
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
@@ -106,7 +109,8 @@ tensor_product(
   using namespace paged;
   using mpp::tensor_ops::matmul2d;
   using mpp::tensor_ops::matmul2d_descriptor;
-  constexpr int THREADS = 32 * TENSOR_SIMD_GROUPS;
+  constexpr int SIMD_GROUPS = tensor_simd_groups(ROWS);
+  constexpr int THREADS = 32 * SIMD_GROUPS;
   int first_column = int(group_id.x) * TENSOR_COLUMNS;
   int first_row = int(group_id.y) * ROWS;
   WeightRows weights = {
@@ -117,7 +121,7 @@ tensor_product(
   constexpr auto MULTIPLY = matmul2d_descriptor(
       ROWS, TENSOR_COLUMNS, TENSOR_DEPTH, false, true, false,
       matmul2d_descriptor::mode::multiply_accumulate);
-  matmul2d<MULTIPLY, execution_simdgroups<TENSOR_SIMD_GROUPS>> multiply;
+  matmul2d<MULTIPLY, execution_simdgroups<SIMD_GROUPS>> multiply;
   auto left = tile_matrix(input_tile, ROWS, TENSOR_DEPTH, tensor_pitch());
   auto right = tile_matrix(weight_tile, TENSOR_COLUMNS, TENSOR_DEPTH, tensor_pitch());
   auto sums =

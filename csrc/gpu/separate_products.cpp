@@ -52,7 +52,7 @@ Launch tensor_launch(
   bind(part.out, Access::write);
   launch.constants = bytes_of(params);
   launch.grid = {div_up(part.n, paged::TENSOR_COLUMNS), div_up(step.num_rows, tile_rows), 1};
-  launch.threadgroup = {32 * paged::TENSOR_SIMD_GROUPS, 1, 1};
+  launch.threadgroup = {32 * uint32_t(paged::tensor_simd_groups(tile_rows)), 1, 1};
   launch.threadgroup_memory = uint32_t(paged::tensor_scratch(tile_rows));
   return launch;
 }

@@ -107,6 +107,9 @@ _BUFFERS = {
     "paged_decode_matrix": _ATTENTION_BUFFERS,
     "paged_prefill": _ATTENTION_BUFFERS,
     "paged_merge": _MERGE_BUFFERS,
+    "tensor_prefill": _ATTENTION_BUFFERS,
+    "tensor_product": _WEIGHT_BUFFERS
+    + "device {T}* out, constant paged::TensorProductParams& params, threadgroup uchar* memory",
     "product_rows": _WEIGHT_BUFFERS
     + "device const {T}* residual, device {T}* out, constant paged::ProductParams& params",
     "expert_rows": _WEIGHT_BUFFERS
@@ -114,6 +117,8 @@ _BUFFERS = {
     "constant paged::ExpertParams& params",
 }
 _SIMD_GROUPS = {
+    "tensor_prefill": "4",
+    "tensor_product": "8",
     "product_rows": "paged::PRODUCT_SIMD_GROUPS",
     "expert_rows": "paged::PRODUCT_SIMD_GROUPS",
     "paged_decode": "paged::DECODE_SIMD_GROUPS",
@@ -141,9 +146,10 @@ def _entry(kernel: Kernel, limit: int) -> str:
     given = [part.split()[-1] for part in buffers.replace("&", "").replace("*", " ").split(",")]
     groups = _SIMD_GROUPS[function].format(key_dim=key_dim)
     given.append("uint3{place(), place(), place()}")
-    if function in ("paged_decode", "paged_prefill"):
+    if function in ("paged_decode", "paged_prefill", "tensor_prefill", "tensor_product"):
         given.append(f"below(32 * {groups})")
-    given += [f"below({groups})", "below(32)"]
+    if function != "tensor_product":
+        given += [f"below({groups})", "below(32)"]
     attributes = f"amdgpu_kernel, amdgpu_flat_work_group_size(128, 256), amdgpu_num_vgpr({limit})"
     return (
         f'extern "C" __attribute__(({attributes})) void {name}({buffers}) '
@@ -154,10 +160,13 @@ def _entry(kernel: Kernel, limit: int) -> str:
 def _registers(
     kernels: list[Kernel], root: Path, limit: int, bounds: bool, alibi: bool
 ) -> dict[str, Registers]:
-    text = _includes() + "".join(_entry(kernel, limit) for kernel in kernels)
+    metal_4 = any(file in TENSOR_FILES for _, file, _ in kernels)
+    text = _includes(TENSOR_FILES if metal_4 else FILES)
+    text += "".join(_entry(kernel, limit) for kernel in kernels)
     values = (("BOUNDS", bounds), ("ALIBI", alibi))
     given = [f"-DPAGED_{name}={str(value).lower()}" for name, value in values]
-    command = [*_clang(), *GPU, *STANDARD, *given, f"-I{root}", "-S", "-o", "-", "-"]
+    standard = METAL_4 if metal_4 else STANDARD
+    command = [*_clang(), *GPU, *standard, *given, f"-I{root}", "-S", "-o", "-", "-"]
     digest = hashlib.sha256(repr(command).encode() + text.encode())
     headers = [path for path in HEADERS.iterdir() if path.is_file()]
     for path in sorted([*headers, *root.glob("*.h"), Path(__file__)]):

@@ -79,7 +79,7 @@ MUTANTS = [
     # Products: weights
     _mutant(PRODUCT, "min(first + at / ROW_UNITS, params.n - 1)", "first + at / ROW_UNITS", "rows of the weight past the last are read", DENSE, AFFINE),
     _mutant(PRODUCT, "units[i] = {};", "", "numbers past the end are anything", DENSE, AFFINE),
-    _mutant(PRODUCT, "if (unit < weight.row_units) {", "if (true) {", "the weight is read past a row's end", DENSE, AFFINE),
+    _mutant(PRODUCT, "at < UNITS && unit < weight.row_units", "at < UNITS", "the weight is read past a row's end", DENSE, AFFINE),
     _mutant(PRODUCT, "int unit = begin / Weight::unit_size() + at % ROW_UNITS;", "int unit = at % ROW_UNITS;", "the first units of a row again", AFFINE),
     _mutant(PRODUCT, "columns.load(weights, first_column, begin, params, thread_id);", "columns.load(weights, 0, begin, params, thread_id);", "every tile has the first columns", DENSE, AFFINE),
     _mutant(PRODUCT, "packed_chunk(chunk);", "packed_chunk(0);", "a unit's first chunk for all", AFFINE),
@@ -90,6 +90,7 @@ MUTANTS = [
     _mutant(WEIGHTS, "    codes.load(rows, unit);\n    load_group(rows, unit);", "    codes.load(rows, 0);\n    load_group(rows, unit);", "all units have the first one's codes", AFFINE),
     _mutant(WEIGHTS, "    weight.unpack_chunk(chunk, values);".replace("    ", "  ", 1), "  weight.unpack_chunk(0, values);", "a packed unit repeats its first chunk", AFFINE, FLOATS),
     _mutant(ROWS, "METAL_FUNC uint4 packed_chunk(int) const thread { return elements; }", "METAL_FUNC uint4 packed_chunk(int) const thread { return elements.xxzw; }", "a dense chunk with two equal pairs", DENSE),
+    _mutant(PRODUCT, "if (unit < UNITS) {", "if (true) {", "threads without a unit store one", LARGE),
     # Products: barriers, tiles, results
     _mutant(PRODUCT, f"{BARRIER}  // The previous tiles have been read.", "", "tiles are overwritten while in use", DENSE, AFFINE),
     _mutant(PRODUCT, f"inputs.store(input_tile, thread_id);\n    {BARRIER}", "inputs.store(input_tile, thread_id);", "tiles are used unfinished", DENSE),
