@@ -32,8 +32,8 @@ DEFAULT_RESERVE = 2 << 30
 _TEMPORARY = ".tmp"
 _LOCK = "lock"
 _PAGE = 4096
-# Left free of the quota, for directories and for what a file system adds.
-_SLACK = 64 << 10
+# Left free of the quota, for directories, and for what a file system adds to each file meanwhile.
+_SLACK, _FILE_SLACK = 64 << 10, 8 << 10
 
 
 class File(NamedTuple):
@@ -186,7 +186,7 @@ class OffloadFolder:
             NoSpace: They do not fit even so.
         """
         files = self.files()
-        room = self.quota - _SLACK - sum(file.num_bytes for file in files)
+        room = self.quota - _SLACK - sum(file.num_bytes + _FILE_SLACK for file in files)
         free = self._free_bytes(self.path) - self.reserve
         for file in sorted(files, key=lambda file: file.used_at):
             if num_bytes <= min(room, free):
@@ -194,7 +194,7 @@ class OffloadFolder:
             if file.path.suffix == SUFFIX:
                 with contextlib.suppress(FileNotFoundError):
                     file.path.unlink()
-                room += file.num_bytes
+                room += file.num_bytes + _FILE_SLACK
                 free += file.num_bytes
         if num_bytes > min(room, free):
             limit = "the quota" if room <= free else f"{self.reserve} bytes that stay free"
