@@ -60,6 +60,7 @@ def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
         check_at_rest(llm)
 
 
+@pytest.mark.skipif(ON_GPU, reason="float32 weights have products of other libraries on a GPU")
 def test_a_repeated_prompt_has_the_same_logits_with_guesses() -> None:
     """Its last token is computed alone, and the first time it was computed with the whole prompt,
     which gives other last bits: the answer must go on with one of both in any order of steps."""
