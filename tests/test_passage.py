@@ -25,8 +25,8 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
-STEP = (24, 64, 112)
-CHAT = (80, 735, 1270)
+STEP = (26, 67, 115)
+CHAT = (85, 740, 1270)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

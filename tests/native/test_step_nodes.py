@@ -145,10 +145,10 @@ def test_adapters_on_a_gpu(rng, dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.skipif(not ops.has_cuda(), reason="needs an NVIDIA GPU as the device")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_adapters_of_products_on_a_gpu(rng, dtype: mx.Dtype) -> None:
     """Adapters of three layers of one input, before a gate, and before a residual."""
-    rows, k, n, rank = 33, 2056, 1032, 16
+    rows, k, n, rank = 33, 2112, 1056, 16
     chosen = ([2, 2, 2, 2, 0, 1, 2, 0, -1, 1, 3, 1, -1, -1, -1, -1] * 3)[:rows]
     x, more = normal(rng, rows, k, dtype=dtype), normal(rng, rows, n, dtype=dtype)
     layers = [

@@ -188,14 +188,14 @@ def test_a_large_body_is_scanned_in_turns(monkeypatch) -> None:
 
         task = asyncio.create_task(other())
         context = SimpleNamespace(
-            models=SimpleNamespace(max_body_size=1 << 20),
+            max_body_size=1 << 20,
             config=ServerConfig(),
             hold_body=lambda trace, size: None,
             reading_body=contextlib.nullcontext,
         )
-        monkeypatch.setattr(requests, "context_of", lambda request: context)
+        monkeypatch.setattr(requests, "server_context_of", lambda request: context)
         monkeypatch.setattr(requests, "request_log_of", lambda request: None)
-        raw = await requests._read_bytes(FakeRequest(), BodyBounds())  # type: ignore[arg-type]
+        raw = await requests._received(FakeRequest(), BodyBounds())  # type: ignore[arg-type]
         task.cancel()
         assert len(raw) == (64 << 10) + 13
 

@@ -36,7 +36,7 @@ from mlx_paged.engine.loading import load
 from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PooledPrompt
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
-from mlx_paged.server import cohere, logs, pooling, pooling_bodies, run
+from mlx_paged.server import cohere, engine_service, logs, pooling, pooling_bodies, run
 from mlx_paged.server.app import API
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.pooling_bodies import (
@@ -716,7 +716,8 @@ def options_of(monkeypatch) -> Any:
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(logs, "configure", lambda *_: None)
     monkeypatch.setattr(AsyncEngine, "from_model", lambda *_, **options: found.append(options))
-    monkeypatch.setattr(run, "serve", lambda make_engine, *_, **__: make_engine() or 0)
+    monkeypatch.setattr(engine_service, "EngineService", lambda *_: None)
+    monkeypatch.setattr(run, "serve", lambda make_service, *_, **__: make_service("") or 0)
 
     def parsed(*arguments: str, **environment: str) -> EngineConfig:
         result = CliRunner().invoke(app, ["serve", *arguments], env=environment)

@@ -152,7 +152,7 @@ def test_clients_of_ollama(router: tuple[psutil.Process, str], client: httpx.Cli
     options = {"num_predict": 4, "temperature": 0}
     with ollama.Client(host=router[1]) as asking:
         names = [model.model for model in asking.list().models]
-        assert names == ["first", "second", "2nd", "broken"]
+        assert names == ["first", "second", "2nd", "sql", "broken"]
         for name in ("first", "2nd:latest"):
             pieces = list(asking.chat(name, ask, stream=True, options=options))
             assert pieces[-1].done and 0 < pieces[-1].eval_count <= 4
@@ -357,6 +357,7 @@ def test_sigterm_while_loading_and_with_a_stream() -> None:
         _, log = server.communicate(timeout=300)
         assert server.returncode == 0, log
         assert child in children and not any(each.is_running() for each in children)
+        assert all(line.startswith('{"time"') for line in log.splitlines()), log
         told = [json.loads(line) for line in log.splitlines()]
         [line] = [t for t in told if t["message"] == "request" and "finish_reason" in t]
         assert (line["model"], line["completion_tokens"]) == ("a", 200)

@@ -71,6 +71,8 @@ async def _description(model: ServedModel) -> dict[str, object]:
 
 def _end_with_router() -> None:
     """Waits for the end of stdin, which the router keeps open, and ends this process."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: a thread in one of its methods aborts the interpreter's end.
+    while os.read(0, 1):
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)

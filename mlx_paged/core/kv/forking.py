@@ -12,7 +12,7 @@ from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.pool import NULL_BLOCK
 from mlx_paged.core.kv.specs import BlockCopy
 from mlx_paged.core.kv.tables import BlockTables, PrefixSource
-from mlx_paged.core.kv.tree import PrefixNode, PrefixTree
+from mlx_paged.core.kv.tree import PrefixNode
 from mlx_paged.errors import IntegrityError
 
 
@@ -112,9 +112,7 @@ class ForkingKVManager(KVManager):
         no table names. No step may be in flight.
         """
         self._sequences.difference_update(lost)
-        for node in self.tree.nodes():
-            node.is_indexed = False  # searches that have reached it start over
-        self.tree = PrefixTree(self.block_size, len(self.groups))
+        self.tree.start_anew()
         for tables in self._sequences:
             tables.tip = tables.exported = None
             for table in tables.attention:

@@ -224,6 +224,13 @@ class PrefixTree:
         self._num_nodes = 0
         self._long_searches: list[PrefixQuery] = []  # newest first
 
+    def start_anew(self) -> None:
+        """Drops everything, whatever an interrupted change has left. The caller resets the tips of
+        sequences."""
+        for node in self.nodes():
+            node.is_indexed = False  # searches that have reached it start over
+        self._roots, self._num_nodes, self._long_searches = {}, 0, []
+
     def __len__(self) -> int:
         """Number of nodes in all trees."""
         return self._num_nodes
