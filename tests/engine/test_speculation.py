@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -20,9 +21,10 @@ from support.models import embedded, random_tokens
 from support.reference import ON_GPU
 from support.thinking import thinking_model
 
-from mlx_paged import LLM, RequestOutput, SamplingParams
+from mlx_paged import LLM, RequestOutput, SamplingParams, ops
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.platform import Platform
 
 LOOKUPS: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -78,6 +80,28 @@ def test_a_repeated_prompt_has_the_same_logits_with_guesses() -> None:
         assert logprobs is not None
         found.append([{t: p.logprob for t, p in place.items()} for place in logprobs])
     assert found[0] == found[1]
+
+
+def test_steps_with_drafts_stay_within_the_rows_of_one_order_of_sums(monkeypatch) -> None:
+    """On a GPU, products of more rows may be a library's, which sum in another order."""
+    on_gpu = replace(Platform.current(), has_cuda=True)
+    assert on_gpu.max_exact_rows == ops.max_product_rows() > 0
+    monkeypatch.setattr(Platform, "max_exact_rows", 6)
+    llm = make(speculative_config={"method": "ngram", "prompt_lookup_min": 1, "adaptive": False})
+    sizes: list[int] = []
+    launch = llm.engine._executor.launch
+
+    def recorded(batch: Any) -> Any:
+        if batch.has_drafts:
+            sizes.append(batch.num_tokens)
+        return launch(batch)
+
+    monkeypatch.setattr(llm.engine._executor, "launch", recorded)
+    prompt = [5, 6, 7, 8] * 8
+    llm.generate(
+        [prompt, prompt[1:]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    )
+    assert sizes and max(sizes) == 6
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: lookup["method"])
