@@ -284,7 +284,8 @@ class _Run:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             self._service.drain()
-            await self._service.finish(0.0)
+            # After a signal the service is ending in order, which must not be cut short.
+            await (self._draining or self._service.finish(0.0))
             self._has_ended = True
         return self._status
 
@@ -292,7 +293,8 @@ class _Run:
         """Runs on the main thread, between two instructions, so it only schedules the work."""
         self._num_signals += 1
         if self._has_ended or self._num_signals > 2:
-            _leave(self._status)
+            # No flush: it raises RuntimeError if the main thread is writing a line of the log.
+            os._exit(self._status)
         self._loop.call_soon_threadsafe(self._stop, signal.Signals(sig).name)
 
     def _stop(self, cause: str) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -203,6 +205,65 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(name) -> None:
         out, log = server.communicate(timeout=300)
         assert server.returncode == 0 and name in log, log
         assert not out, out
+
+
+INTERRUPTED = """
+import io, os, signal, sys
+class Interrupted(io.FileIO):
+    def write(self, data):
+        written = super().write(data)
+        if b"SIGTERM again" in bytes(data):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return written
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted(2, "w")), line_buffering=True)
+from mlx_paged.cli.main import main
+main()
+"""
+
+
+def test_a_third_signal_may_interrupt_a_line_of_the_log() -> None:
+    with process("--shutdown-timeout", "600", code=INTERRUPTED) as (server, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            next(answer.iter_lines())
+            server.send_signal(signal.SIGTERM)
+            while "SIGTERM: finishing" not in server.stderr.readline():
+                pass
+            server.send_signal(signal.SIGTERM)
+            _, log = server.communicate(timeout=300)
+        assert server.returncode == 0 and log.count("\n") == 1 and "SIGTERM again" in log, log
+
+
+SERVICE = """
+import asyncio, sys
+from starlette.applications import Starlette
+from mlx_paged.server import run
+from mlx_paged.server.config import ServerConfig
+
+class Service:
+    app, is_draining, is_loading = Starlette(), False, False
+
+    def drain(self):
+        self.is_draining = True
+
+    async def finish(self, seconds):
+        print(f"finishing for {seconds:g} s", flush=True)
+        await asyncio.sleep(0)
+        print("finished", flush=True)
+
+    async def watch(self, address):
+        print("up", flush=True)
+        await asyncio.Event().wait()
+
+sys.exit(run.serve(lambda address: Service(), ServerConfig(shutdown_timeout=7), port=0))
+"""
+
+
+def test_a_service_that_ends_in_order_is_not_cut_short() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVICE], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"up\n"
+        server.terminate()
+        out, _ = server.communicate(timeout=300)
+        assert (server.returncode, out) == (0, b"finishing for 7 s\nfinished\n")
 
 
 CRASH = """
