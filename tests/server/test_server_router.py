@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -364,10 +365,15 @@ def test_sigterm_while_loading_and_with_a_stream() -> None:
 
 
 def test_processes_end_with_a_router_that_is_killed() -> None:
-    with process(f"--model=a={model_path()}", f"--model=b={model_path()}") as (server, _):
-        children = psutil.Process(server.pid).children()
-        server.kill()
-        until(lambda: not any(each.is_running() for each in children))
+    models = (f"--model=a={model_path()}", f"--model=b={model_path()}", "--preload-model=a")
+    # In /tmp, because the paths of sockets must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        with process(*models, "--preload-model=b", TMPDIR=folder) as (server, _):
+            children = psutil.Process(server.pid).children()
+            assert len(children) == len(list(Path(folder).glob("mlx-paged-*/*.sock"))) == 2
+            server.kill()
+            until(lambda: not any(each.is_running() for each in children))
+        assert not list(Path(folder).glob("mlx-paged-*"))
 
 
 # Loading and unloading under load.

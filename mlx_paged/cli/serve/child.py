@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -29,7 +30,8 @@ def main() -> None:
     teller = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     given = sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little"))
-    threading.Thread(target=_end_with_router, daemon=True).start()
+    uds = Path(sys.argv[1])
+    threading.Thread(target=_end_with_router, args=(uds,), daemon=True).start()
     model, options, server = pickle.loads(given)
 
     from mlx_paged.server import logs
@@ -39,9 +41,10 @@ def main() -> None:
 
     logs.configure(server.log_level, server.log_format, server.log_config)
     try:
-        one = OneModel.of(model, options, replace(server, uds=Path(sys.argv[1])))
+        server = replace(server, uds=uds)
+        one = OneModel.of(model, options, server)
         logs.add_field("model", one.config.model_name)
-        sys.exit(one.run(replace(server, uds=Path(sys.argv[1])), on_started))
+        sys.exit(one.run(server, on_started))
     except MlxPagedError as error:
         _tell(teller, error)
         sys.exit(1)
@@ -69,10 +72,14 @@ async def _description(model: ServedModel) -> dict[str, object]:
     )
 
 
-def _end_with_router() -> None:
+def _end_with_router(uds: Path) -> None:
     """Waits for the end of stdin, which the router keeps open, and ends this process."""
     # Not through sys.stdin: a thread in one of its methods aborts the interpreter's end.
     while os.read(0, 1):
         pass
+    # A router that was killed left its folder. The last process to get here removes it.
+    uds.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        uds.parent.rmdir()
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
