@@ -3,7 +3,7 @@
 ::
 
     FOLDER/                     0700
-      lock                      held while space is counted and taken
+      lock                      held while space is counted and taken, and to rename a segment
       3f0c.../                  a model and the layout of its cache
         1732838400-5d41....kv   a segment, 0600; its modification time is its last use
         ....tmp                 a segment being written, of its final size; its writer holds a lock
@@ -32,8 +32,8 @@ DEFAULT_RESERVE = 2 << 30
 _TEMPORARY = ".tmp"
 _LOCK = "lock"
 _PAGE = 4096
-# Left free of the quota, for directories, and for what a file system adds to each file meanwhile.
-_SLACK, _FILE_SLACK = 64 << 10, 8 << 10
+# Left free of the quota, for directories and for what a file system adds.
+_SLACK = 64 << 10
 
 
 class File(NamedTuple):
@@ -158,7 +158,9 @@ class OffloadFolder:
         """Makes a written segment visible; returns its path."""
         os.fsync(fd)
         published = path.with_suffix(SUFFIX)
-        path.rename(published)
+        # A file that is renamed between being listed and being measured would not be counted.
+        with self.locked():
+            path.rename(published)
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -186,7 +188,7 @@ class OffloadFolder:
             NoSpace: They do not fit even so.
         """
         files = self.files()
-        room = self.quota - _SLACK - sum(file.num_bytes + _FILE_SLACK for file in files)
+        room = self.quota - _SLACK - sum(file.num_bytes for file in files)
         free = self._free_bytes(self.path) - self.reserve
         for file in sorted(files, key=lambda file: file.used_at):
             if num_bytes <= min(room, free):
@@ -194,7 +196,7 @@ class OffloadFolder:
             if file.path.suffix == SUFFIX:
                 with contextlib.suppress(FileNotFoundError):
                     file.path.unlink()
-                room += file.num_bytes + _FILE_SLACK
+                room += file.num_bytes
                 free += file.num_bytes
         if num_bytes > min(room, free):
             limit = "the quota" if room <= free else f"{self.reserve} bytes that stay free"

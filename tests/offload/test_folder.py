@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import subprocess
@@ -112,6 +113,27 @@ def test_leftovers_of_killed_writers_are_deleted(tmp_path: Path) -> None:
     folder.trim()
     assert alive.exists() and not killed.exists()
     os.close(fd)
+
+
+def test_no_segment_is_renamed_while_files_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count would list its old name, find no file of it, and miss its bytes."""
+    folder, were_locked = folder_of(tmp_path), []
+    rename = Path.rename
+
+    def note(path: Path, target: Path) -> Path:
+        with (folder.path / "lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                were_locked.append(False)
+            except BlockingIOError:
+                were_locked.append(True)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", note)
+    put(folder, 100 * KIB)
+    assert were_locked == [True]
 
 
 def test_many_writers_stay_within_the_quota(tmp_path: Path) -> None:
