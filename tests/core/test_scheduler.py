@@ -211,6 +211,17 @@ def test_short_prompts_beyond_half_of_a_step_leave_the_rest_to_a_long_one():
     engine.run()
 
 
+def test_a_long_prompt_that_would_get_no_tokens_takes_no_place():
+    engine = make(max_num_batched_tokens=16, max_num_seqs=2, long_prefill_token_threshold=12)
+    engine.scheduler.add(request("long", list(range(100))))
+    engine.step()
+    engine.scheduler.add(request("next", list(range(200, 300))))
+    engine.scheduler.add(request("short", [1, 2, 3, 4]))
+    engine.step()
+    assert rows(engine) == [("long", 12), ("short", 4)]
+    engine.run()
+
+
 def test_long_prompts_cannot_starve_short_ones_nor_the_reverse():
     engine = make(num_blocks=400, max_num_batched_tokens=16, long_prefill_token_threshold=8)
     for i in range(4):

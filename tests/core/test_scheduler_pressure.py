@@ -186,6 +186,17 @@ def test_the_prompts_of_background_requests_get_the_tokens_that_others_leave():
     assert engine.scheduler.num_preemptions == 0
 
 
+def test_short_background_prompts_have_an_eighth_of_the_tokens_beside_others():
+    engine = make(max_num_batched_tokens=32, max_num_seqs=16)
+    engine.scheduler.add(request("chat", [7] * 3))
+    engine.step()
+    for i in range(2):
+        engine.scheduler.add(request(f"b{i}", [i] * 3, background=True))
+    engine.step()
+    assert rows(engine) == [("chat", 1), ("b0", 3), ("b1", 1)]
+    engine.run()
+
+
 def test_background_requests_have_an_eighth_of_the_places_beside_others():
     engine = make(max_num_seqs=16)
     batch = [request(f"b{i}", [i + 1] * 3, 6, background=True) for i in range(12)]

@@ -195,6 +195,33 @@ def test_memory_and_disk_together(tmp_path: Path) -> None:
     assert answers(embedded(tmp_path), chats) == (expected, [192, 200, 200, 200])
 
 
+@pytest.mark.parametrize("allowance", [None, 0])
+def test_evictions_copy_for_the_disk_within_what_a_step_may(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, allowance: int | None
+) -> None:
+    monkeypatch.setattr(offloading, "_COPY_STEP_BYTES", 0)
+    monkeypatch.setattr(offloading, "_COPY_BYTES_PER_SECOND", 0)
+    llm = embedded(tmp_path)
+    llm.engine.add_request("chat", random_prompts(200)[0], GREEDY)
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    llm.engine._offloading._levels.memory.allowance = allowance
+    assert llm.engine._kv.evict_idle()
+    flush(llm)
+    stats = llm.stats().offloading
+    assert bool(stats.num_written_bytes) == (not stats.num_skipped_blocks) == (allowance is None)
+
+
+def test_while_others_run_memory_takes_nothing_that_is_on_disk(tmp_path: Path) -> None:
+    llm = embedded(tmp_path, kv_offloading_size=1e-3)
+    answers(llm, random_prompts(200))
+    flush(llm)
+    memory = llm.engine._offloading._levels.memory
+    memory.allowance = 1 << 30
+    assert llm.engine._kv.evict_idle() >= 26
+    assert memory.num_stored == 5 + 2, "copies made ahead, and two blocks that are not on disk"
+
+
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 def test_under_load(name: str, tmp_path: Path) -> None:
     """Requests share prefixes, are aborted or preempted; few blocks in the pool and in memory."""

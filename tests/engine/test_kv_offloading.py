@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from support.pressure import fake_source
 
 from mlx_paged import LLM, RequestOutput, SamplingParams, ops
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.offload import offloading
+from mlx_paged.engine.offload.offloading import OffloadStats
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
@@ -135,11 +138,66 @@ def test_evictions_copy_little_while_others_run(monkeypatch: pytest.MonkeyPatch)
     assert outputs[-1].outputs[0].token_ids == follows([0] * 90, NUM_TOKENS)
 
 
-def test_an_idle_engine_copies_what_it_may_evict() -> None:
-    llm = make(embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1)
-    answers(llm, chats(1))
-    memory = llm.engine._offloading._levels.memory
-    assert memory.num_bytes and memory.is_empty and not llm.engine._offloading.has_idle_work
+@pytest.fixture
+def no_copies_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is copied before it is evicted, unless the engine is idle."""
+    monkeypatch.setattr(offloading, "_COPY_STEP_BYTES", 0)
+    monkeypatch.setattr(offloading, "_COPY_BYTES_PER_SECOND", 0)
+
+
+def test_evictions_are_bounded_only_while_others_run(
+    monkeypatch: pytest.MonkeyPatch, no_copies_ahead: None
+) -> None:
+    monkeypatch.setattr(offloading, "_EVICT_STEP_BYTES", 0)
+    engine = LLM(
+        hash_model(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1
+    ).engine
+
+    def chat(first: int) -> OffloadStats:
+        output = engine.add_request(f"chat {first}", [first] * 90, GREEDY)
+        while not output.finished:
+            engine.step()
+        return engine.stats().offloading
+
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    running = engine.add_request("running", [9] * 10, params)
+    beside = [chat(first) for first in range(4)][-1]
+    assert not running.finished
+    assert beside.num_skipped_blocks and not beside.num_stored_blocks
+    while engine.has_unfinished:
+        engine.step()
+    before, alone = engine.stats().offloading, chat(4)
+    assert alone.num_stored_blocks and alone.num_skipped_blocks == before.num_skipped_blocks
+
+
+def test_no_copy_begins_while_pools_are_replaced(no_copies_ahead: None) -> None:
+    """It would read the new pools, which may lack the block."""
+    engine = make(
+        embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1
+    ).engine
+    engine.add_request("chat", chats(1)[0], GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+    engine._offloading.prepare_resize()
+    assert engine._kv.evict_idle()
+    stats = engine.stats().offloading
+    assert stats.num_skipped_blocks and not stats.num_stored_blocks
+
+
+@pytest.mark.parametrize("copy", [Engine.on_idle, Engine.synchronize])
+def test_an_idle_engine_copies_what_it_may_evict(
+    no_copies_ahead: None, copy: Callable[[Engine], None]
+) -> None:
+    engine = make(
+        embedded_twin(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1
+    ).engine
+    engine.add_request("chat", chats(1)[0], GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+    memory = engine._offloading._levels.memory
+    assert not memory.num_bytes and engine.idle_interval == 0
+    copy(engine)
+    assert memory.num_bytes and memory.is_empty and not engine._offloading.has_idle_work
 
 
 def test_equal_prompts_come_back_once() -> None:

@@ -8,6 +8,7 @@ in readable form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mlx_paged.core import BlockTables, Scheduler, SchedulerOutput, Sequence
 from support.step_rows import as_rows
@@ -113,8 +114,14 @@ class PlainQueue:
 class PlainScheduler(Scheduler):
     waiting_queue = PlainQueue  # type: ignore[assignment]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._found = self._sharing.awaited
+        self._sharing.awaited = self._awaited  # type: ignore[method-assign]
+
     def _awaited(self, seq: Sequence) -> tuple[BlockTables, int] | None:
-        awaited = super()._awaited(seq)
+        """Compares what `PrefixSharing.awaited` found with a look at every running sequence."""
+        awaited = self._found(seq)
         if awaited is not None:
             tables, num_tokens = awaited
             assert tables.owner.is_running and tables.num_computed_tokens < num_tokens
@@ -147,7 +154,7 @@ class PlainScheduler(Scheduler):
             return False
         assert running.tables is not None
         tip, size = running.tables.tip, self.kv.block_size
-        match = self.kv._continuable(self._query(seq))
+        match = self.kv.prefixes._continuable(self._sharing.query(seq))
         if tip is None or tip is not match.node:
             return False
         start, end = tip.depth * size, (tip.depth + 1) * size
