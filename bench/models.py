@@ -1,11 +1,11 @@
-"""Measures a server of several models, and engines as threads of one process, which it is not.
+"""Measures a server of several models, which runs one process per model, against threads.
 
     python bench/models.py [--model PATH_OF_THE_SECOND_MODEL]
 
 - **gaps**: the largest time between two tokens of a stream while a second model is loaded, by a
   thread of the same process and by a process of its own, next to the same stream when nothing
   happens. Each is measured several times, in turns; the result is the median.
-- **freed**: the memory that unloading the second model gives back, of what loading it took.
+- **freed**: how much of the memory that the second model took comes back when it is unloaded.
 - **router**: the same gaps through `mlx-paged serve` with two models, and what the router adds to
   the time of a token.
 - **shares**: tokens a second of two models under equal load, each alone and both together.
@@ -47,7 +47,7 @@ MIB = 1 << 20
 
 
 class Gaps:
-    """The times between the tokens of a stream that goes on and on."""
+    """The times between the tokens of an endless stream."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -66,7 +66,7 @@ class Gaps:
                 last = now
 
     async def during(self, work: Awaitable[Any]) -> float:
-        """Returns the largest one during something, in milliseconds."""
+        """Awaits `work`; returns the largest gap meanwhile, in milliseconds."""
         self._gaps.clear()
         await work
         return max(self._gaps) * 1000
@@ -77,7 +77,7 @@ class Gaps:
 
 
 def serve_in_child(path: str, told: Any, end: Any) -> None:
-    """Runs an engine in a process of its own until it may end."""
+    """Runs an engine in this child process until the parent puts something into `end`."""
 
     async def run() -> None:
         engine = AsyncEngine.from_model(path, num_gpu_blocks_override=BLOCKS)
@@ -160,7 +160,7 @@ async def compare(path: str, rounds: int) -> dict[str, Any]:
 async def stream_gaps(
     session: aiohttp.ClientSession, model: str, work: Callable[[], Awaitable[Any]]
 ) -> list[float]:
-    """Returns the gaps of a model's stream during something, in milliseconds."""
+    """Runs `work` while a model streams; returns the gaps of the stream, in milliseconds."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 3000, "temperature": 0,
             "ignore_eos": True, "stream": True}  # fmt: skip
     gaps: list[float] = []
@@ -185,7 +185,7 @@ async def stream_gaps(
 
 
 async def load_again(session: aiohttp.ClientSession, model: str) -> None:
-    """Loads a model and waits for it; unloads it before."""
+    """Unloads a model, loads it again, and waits until it is ready."""
     await session.post("/models/unload", json={"model": model})
     await state_is(session, model, "unloaded")
     await session.post("/models/load", json={"model": model})
@@ -201,7 +201,7 @@ async def state_is(session: aiohttp.ClientSession, model: str, state: str) -> No
 
 
 async def rates(session: aiohttp.ClientSession, models: list[str], num: int) -> dict[str, float]:
-    """Returns the tokens a second of models, each with some streams at once."""
+    """Returns the tokens per second of each model with `num` concurrent streams."""
     counts = dict.fromkeys(models, 0)
     ended = False
 

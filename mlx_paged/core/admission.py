@@ -1,8 +1,8 @@
-"""Admission: which waiting sequence runs next, and with what it begins.
+"""Admission: chooses the waiting sequences that run next, and schedules their first chunks.
 
-Sequences are admitted in service order, while there is room for *all* their known tokens. Some are
-passed over without losing their turn: those that wait for a prefix that a running sequence is
-computing are parked, and those that wait for a slot of their adapter are held.
+Sequences are admitted in service order, while there is room for *all* their known tokens. A
+sequence is parked while a running one computes a prefix that it needs, and held while its adapter
+has no slot. Others may pass it meanwhile, but it keeps its turn.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mlx_paged.core.queues import SequenceQueue, WaitingQueue
 from mlx_paged.core.request import Sequence, SequenceStatus
 from mlx_paged.core.step_builder import StepBuilder
 
-#: Budget of a step for parking short sequences; long ones have the same budget again. Each parked
-#: sequence costs its tokens plus `PARKING_COST`. The rest waits for the next step, which bounds the
-#: cost of a burst of requests with a common prompt.
+#: Budget of a step for parking short sequences, and again for long ones. Each parked sequence costs
+#: its tokens plus `PARKING_COST`. The budget bounds the time that a burst of requests with a common
+#: prompt adds to one step.
 MAX_PARKED_TOKENS = 1 << 17
 PARKING_COST = 1 << 12
 
@@ -34,8 +34,8 @@ class Admission:
     Args:
         running, waiting: The scheduler's queues.
         sharing: Finds prefixes that running sequences are computing.
-        adapters: Slots of the device, which sequences with an adapter take.
-        background: Limits background requests while there are others.
+        adapters: The device's slots for adapters.
+        background: Limits background requests while others are unfinished.
         history: Tells why prompts were not cached; None: nothing does.
     """
 
@@ -68,15 +68,15 @@ class Admission:
         return int(self._config.watermark * self._kv.pool.num_usable)
 
     def fill(self, step: StepBuilder, *, background: bool, max_running: int | None) -> bool:
-        """Admits sequences to a step. The first one is admitted or parked, or it blocks all behind
-        it.
+        """Admits sequences to a step, until one finds no room: nothing overtakes it.
 
         Args:
             background: True to admit background requests, too.
-            max_running: Maximum running sequences, below the configured number; None: that.
+            max_running: Maximum running sequences, if lower than the configured one; None: no such
+                limit.
 
         Returns:
-            False if the first one found no memory.
+            False if a sequence found no memory.
         """
         running, config = self._running, self._config
         most = min(len(running) + self._num_prefill_places(step), config.max_num_seqs)
@@ -98,8 +98,7 @@ class Admission:
         return True
 
     def first(self, step: StepBuilder, *, with_long: bool) -> Sequence | None:
-        """The first waiting sequence that need not wait for a running one; parks those before it,
-        and sets those aside that wait for a slot of their adapter."""
+        """The first waiting sequence that could be admitted. Parks or holds those before it."""
         budgets = step.parking_budgets
         while budgets[False] > 0:
             seq = self._waiting.first(with_long=with_long and budgets[True] > 0)

@@ -13,16 +13,16 @@ _PART = 8
 
 
 class BackgroundShare:
-    """The places and the tokens of a step that background requests get.
+    """The share of running places and step tokens for background requests.
 
     Args:
         running: The running sequences; background ones come last.
         requests: The unfinished requests.
 
     Attributes:
-        num_requests: The background requests among them.
-        places: Background sequences that may run beside others.
-        tokens: Tokens of a step for their prompts.
+        num_requests: Number of unfinished background requests.
+        places: Maximum running background sequences while others are unfinished.
+        tokens: Maximum prompt tokens of theirs in a step meanwhile.
     """
 
     def __init__(self, config: SchedulerConfig, running: SequenceQueue, requests: Sized) -> None:

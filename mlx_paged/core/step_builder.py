@@ -1,7 +1,7 @@
-"""StepBuilder: the step that is being planned: its columns, and the tokens that it may still spend.
+"""StepBuilder: the step being planned, its columns and its remaining token budget.
 
-Decodes come first and are never delayed. What they leave of the step's tokens goes to prompts, of
-which long ones get at most half while short ones could use the rest.
+Decodes come first and are never delayed. Prompts share the tokens that are left; long prompts get
+at most half of them while short ones could use the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StepBuilder:
     """One step, from its first sequence to the finished batch.
 
     Args:
-        number: Of the step.
+        number: The step's number.
         committed_step: The last step whose tokens are known.
         running, waiting: The scheduler's queues.
         max_parked_tokens: See `parking_budgets`.
@@ -32,15 +32,15 @@ class StepBuilder:
     Attributes:
         batch: The columns so far.
         sequences: The sequences of the batch, in order.
-        num_drafts: By index into `sequences`; only those with drafts.
+        num_drafts: Number of drafts by index into `sequences`; only of sequences with drafts.
         num_sampled: Tokens that the step samples.
         num_decodes: Leading sequences that decode.
-        prefilling: Running sequences with prompt tokens left; they may be preempted meanwhile.
+        prefilling: Running sequences with prompt tokens left. Some may have been preempted since.
         budget: Tokens left.
-        prompt_budget: Tokens that the decodes left.
+        prompt_budget: Tokens left after the decodes.
         long_budget: Tokens left for long prompts.
         has_preempted: True if a sequence lost its blocks for another one.
-        parking_budgets: Tokens left for parking sequences that wait for others: short, long ones.
+        parking_budgets: Tokens that may still be spent on parking: (short, long) sequences.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class StepBuilder:
     # Tokens.
 
     def begin_prompts(self, step_time: StepTimeLimit | None) -> None:
-        """Divides what the decodes left among prompts."""
+        """Divides the tokens that are left after the decodes among prompts."""
         if self._config.max_num_prompt_tokens is not None:
             self.budget = min(self.budget, self._config.max_num_prompt_tokens)
         has_prompts = bool(self.prefilling or self._waiting.size)
@@ -110,15 +110,18 @@ class StepBuilder:
             self.long_budget = self.budget - min(self._short_demand(), self.budget // 2)
 
     def limit_prompts(self, num_tokens: int) -> None:
-        """Lowers what is left for prompts, but for an atomic item at the start of the first chunk:
-        it would never be computed."""
+        """Lowers the budget for prompts.
+
+        An atomic item at the start of the first chunk may still exceed it; otherwise, it would
+        never be computed.
+        """
         if self.budget == self.prompt_budget:
             self.prompt_budget = min(self.budget, num_tokens)
         self.budget = min(self.budget, num_tokens)
         self.long_budget = min(self.long_budget, num_tokens)
 
     def is_long(self, num_tokens: int) -> bool:
-        """True if a prompt with so many tokens left counts as long."""
+        """True if a prompt with `num_tokens` tokens left counts as long."""
         return num_tokens > self._config.long_prefill_threshold
 
     def chunk_for(self, num_tokens: int, start: int) -> int:
@@ -155,7 +158,7 @@ class StepBuilder:
         return max(0, self._kv.allocate_up_to(seq.tables, end + most) - end)
 
     def _limit_by_time(self) -> None:
-        """Lowers the tokens of the step to what the time left allows to a new prompt."""
+        """Lowers the budget to the tokens of a new prompt that fit in the time left."""
         if self._time_budget is not None:
             self.budget = min(self.budget, self._time_budget.num_tokens(0))
 

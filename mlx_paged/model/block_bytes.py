@@ -1,7 +1,7 @@
 """BlockBytes: the host's access to the bytes of blocks and state slots, between and during steps.
 
-A caller may only touch blocks that no step in flight writes, and write only those that none reads,
-either. A step that is launched afterwards sees what was written.
+A caller may read blocks that no step in flight writes, and write blocks that no step in flight
+reads or writes. Steps launched afterwards see the new bytes.
 
 - `SharedBlockBytes` reads and writes the pools' memory directly, in no stream, where host and
   device share it: the CPU's, and Metal's.
@@ -67,7 +67,7 @@ class BlockBytes(ABC):
         groups: Sequence[Sequence[KVCacheGroupSpec]],
         companion: PagedModel | None = None,
     ) -> None:
-        # The operations in the place of these write to other memory every time.
+        # Without these kernels, MLX operations replace the pools instead of writing in place.
         for kernel in {"write_kv", "copy_blocks"} & kernels.rejected:
             raise NoAccessError(f"calibration rejected the kernel {kernel}")
         self._model = model
@@ -95,12 +95,12 @@ class BlockBytes(ABC):
 
     @abstractmethod
     def begin_reads(self, step: int) -> None:
-        """Begins what `read` was asked for. Call it before `step` is launched, whose blocks may be
-        the same."""
+        """Begins the reads since the last call. Call it before `step` is launched, which may reuse
+        the blocks."""
 
     @abstractmethod
     def begin_writes(self) -> None:
-        """Begins what `write` was asked for; the data may change afterwards."""
+        """Begins the writes since the last call; their data may change afterwards."""
 
     @abstractmethod
     def collect(self, evaluated_step: int | None = None) -> None:

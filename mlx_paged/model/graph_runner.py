@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 _MAX_GRAPHS = 64
 _SEEN_BEFORE = 2  # occurrences of a shape before `mx.compile` repeats it
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
-# Steps of padded decodes have multiples of these, up to a number of rows. Their products cost as
-# much as those of fewer rows, because they read the same weights.
+# (largest number of rows, multiple to pad to) of decodes. The extra rows cost little, because the
+# products read the same weights.
 _STRIDES_OF_DECODES = ((32, 8), (64, 16), (1 << 31, 32))
 _FEW_ROWS = ops.max_product_rows()
 _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.

@@ -1,7 +1,7 @@
-"""StagedBlockBytes: reads and writes blocks of a device with memory of its own, through its stream.
+"""StagedBlockBytes: reads and writes blocks through the stream of a device with its own memory.
 
-Reads and writes are collected and run as few operations, which are ordered with the steps by the
-stream. No call waits for a step that runs meanwhile, unless it moves very many blocks::
+Reads and writes are batched into a few operations, which the stream orders with the steps. A call
+waits for a running step only if it moves very many blocks::
 
       host     begin_reads  launch 8            collect(7)           launch 9    collect(8)
       device   ... step 7 ][ gather ][ step 8                       ][ step 9
@@ -60,8 +60,8 @@ class _Reading(NamedTuple):
 class _Words:
     """A pool as one that `ops.write_kv` takes, over the same memory.
 
-    Whole blocks are written without a look at what they hold, such as packed codes and scales: a
-    block counts as a few "tokens" with "keys" of words.
+    Whole blocks are written as raw words, whatever they hold (such as packed codes and scales): a
+    block counts as a few "tokens" whose "keys" are words.
 
     Attributes:
         array: ``[blocks, 8, num_heads, head_dim]``.

@@ -3,15 +3,15 @@
 This is the bookkeeping half; `Contents` moves the bytes. A step that needs many blocks at once
 would wait for as many copies, so blocks are copied ahead of their eviction::
 
-      settle          a sequence is through: its blocks wait to be copied, in order
-      copy_ahead      some of them are copied between two steps; they are still on the device
-      store           a block is evicted: its copy becomes its content, and takes no time
+      settle          a sequence has computed its prompt or ends: its blocks are queued
+      copy_ahead      a few are copied between two steps; the device still has them
+      store           a block is evicted: its copy becomes the stored content, which costs nothing
 
-A block that is evicted without a copy is copied then, within what a step may copy.
+A block without a copy is copied when it is evicted, unless that exceeds `allowance`.
 
-A device evicts the last block of a prefix first, so the oldest content is always that of a leaf:
-dropping it takes nothing else along. Copies made ahead are never dropped for room, because then a
-prefix might lack its beginning; they take up to a quarter of the quota.
+The device evicts the last block of a prefix first, so the oldest content always belongs to a leaf,
+and dropping it invalidates nothing else. Copies made ahead are not dropped to make room, because a
+prefix could lose its beginning; they are limited to a quarter of the quota instead.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class MemoryTier:
         self._owner: TierOwner | None = None
         self._next_key = 1
         self._sizes: dict[int, int] = {}  # bytes by key, of all copies
-        self._stored: dict[int, _Place] = {}  # by key; what has been dropped is not in here
+        self._stored: dict[int, _Place] = {}  # by key; without dropped content
         self._pins: dict[int, int] = {}
         self._oldest: OrderedDict[int, None] = OrderedDict()  # stored and not pinned
-        self._ahead: OrderedDict[_Place, int] = OrderedDict()  # keys of what the device still has
+        self._ahead: OrderedDict[_Place, int] = OrderedDict()  # keys of copies made ahead
         self._num_ahead_bytes = 0
         # Bytes of restorations that exceeded the quota when it was lowered.
         self._num_excess_bytes = 0
@@ -104,7 +104,7 @@ class MemoryTier:
     # Copies ahead of evictions.
 
     def settle(self, tables: BlockTables, depth: int) -> None:
-        """See `Tier`. The blocks that another sequence continues with wait to be copied."""
+        """See `Tier`. Queues the blocks that another sequence could continue from."""
         if tables.tip is None or not self.capacity:
             return
         assert self._owner is not None

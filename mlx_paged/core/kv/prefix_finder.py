@@ -1,8 +1,9 @@
-"""PrefixFinder: where a new sequence can continue, by what the device and the tier have.
+"""PrefixFinder: finds the cached prefix that a new sequence can continue from.
 
-Tokens alone decide how far a prompt is known; a sequence continues from where every KV cache group
-has what it needs: full attention all blocks, windows those behind the point, recurrent layers the
-state of exactly there. Nothing here changes the store.
+The prefix tree matches tokens. A sequence can continue only at a point where every KV cache group
+has its content, on the device or in the tier: full attention needs all blocks before the point,
+windows the last ones, and recurrent layers the state after exactly that token. Nothing here changes
+the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counts of a KV store: what has happened so far, and what its blocks are used for."""
+"""KVCounters and KVUsage: statistics of a KV store since its start, and at one moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DiskLevel: what of an engine's prefix tree is on disk, and what still has to be written."""
+"""DiskLevel: finds blocks of an engine's prefix tree on disk, and queues new ones to be written."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Levels:
             self.disk.write(most)
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
-        """See `Tier`. While other sequences run, what is on disk is not copied to memory."""
+        """See `Tier`. While other sequences run, blocks that are on disk are not copied."""
         disk, memory = self.disk, self.memory
         is_hurried = memory.allowance is not None and not memory.copy_of(node, group)
         if disk is not None and is_hurried and disk.has(node, group):

@@ -1,14 +1,14 @@
 """Offloading: connects an engine's KV store to host memory and disk, and moves bytes between steps.
 
-Blocks are copied a few at a time, so that running sequences do not stall: out, ahead of their
-eviction, once their sequence is through; and back, to a prompt that was admitted with blocks of its
-own and waits::
+Blocks are copied a few at a time, so that running sequences do not stall. They leave the device
+ahead of their eviction, once their sequence is done with them, and come back for a prompt that was
+admitted with blocks of its own and waits::
 
       step 7                   step 8                   step 9
       [decodes]                [decodes]                [decodes + the rest of the prompt]
                copy 32 MiB              copy 20 MiB
 
-What is worth keeping on disk is copied in the same way, and then written by a thread.
+Blocks that are worth keeping on disk are copied in the same way; a thread writes them.
 """
 
 from __future__ import annotations
@@ -169,8 +169,7 @@ class Offloading:
             )
 
     def begin_reads(self, step: int) -> None:
-        """Begins to copy what was evicted. Call it before `step` is launched, which may reuse the
-        blocks."""
+        """Begins to copy evicted blocks. Call it before launching `step`, which may reuse them."""
         self._blocks.begin_reads(step)
 
     def prepare_resize(self) -> None:

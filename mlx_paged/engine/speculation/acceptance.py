@@ -116,7 +116,8 @@ class Acceptance:
         self._prior = self._all.copy()
 
     def fade(self) -> None:
-        """Moves what is known of a model halfway back to where it began, because it has aged."""
+        """Moves the estimates for a model's drafts halfway back to their initial values: they have
+        aged."""
         self._all.approach(self._prior, Source.MODEL)
 
     def settle(self, draft: Draft, tokens: Sequence[int], own: Counts) -> None:

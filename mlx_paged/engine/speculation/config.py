@@ -13,9 +13,9 @@ from mlx_paged.errors import InvalidParameterError
 if TYPE_CHECKING:
     from mlx_paged.model.loader import LoadedModel
 
-#: "ngram" finds drafts in the sequence's own tokens, "suffix" in those and in earlier answers,
-#: "auto" there and with the head of the checkpoint, if it has one, and the others ask another model
-#: or a head of the model.
+#: "ngram" looks drafts up in the sequence's own tokens, "suffix" also in earlier answers. "auto"
+#: is "suffix" plus the head of the checkpoint, if there is one. The others use a second model or a
+#: head.
 METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")
 _LOOKS_UP_ALL = ("auto", "suffix")
 _WITH_MODEL = ("draft_model", "eagle3", "dflash")
@@ -31,13 +31,13 @@ _DEFAULT_OF_HEADS = 3
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """The options of speculative decoding. Names, meanings and defaults are vLLM's, except
-    `adaptive`.
+    `adaptive` and the method "auto".
 
     Args:
         method: "auto" is "suffix", and "mtp" where the checkpoint has a head for it. "ngram" and
-            "suffix" draft what followed when the latest tokens occurred before,
-            "draft_model" what a smaller model continues with, "eagle3" and "mtp" what a head reads
-            from the model's hidden states, and "dflash" what a head does for a block at once. None
+            "suffix" draft the tokens that followed an earlier occurrence of the latest ones,
+            "draft_model" drafts with a smaller model, "eagle3" and "mtp" with a head that reads the
+            model's hidden states, and "dflash" with a head that drafts a whole block at once. None
             means "draft_model" if there is a `model` ("eagle3" or "dflash" if its name contains
             that), "ngram" if a `prompt_lookup` option is given, and else "suffix".
         model: The draft model or head: a path or hub id (or a loaded draft model, in Python). It
@@ -154,7 +154,7 @@ class SpeculativeConfig:
 
     @property
     def max_model_drafts(self) -> int:
-        """The same, of a model or a head."""
+        """Maximum drafts of a sequence that a model or a head makes in one step."""
         is_auto = self.method == "auto"
         return min(self.max_drafts, _DEFAULT_OF_HEADS) if is_auto else self.max_drafts
 

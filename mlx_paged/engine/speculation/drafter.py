@@ -22,7 +22,7 @@ class DraftState:
 
     Attributes:
         own: The state of a drafter that is a model; None until it first drafts.
-        index: That of a lookup.
+        index: The state of a lookup; None until it first drafts.
         counts: Its drafts and the accepted ones.
         pending: Drafts whose tokens are not all known yet.
         predicted: The caller's guess of the answer; None without one.

@@ -1,7 +1,7 @@
 """PredictedAnswer: drafts from the caller's own guess of the answer, such as a file before an edit.
 
-The answer is followed through the guess. Where it differs, drafts go on as soon as its latest
-tokens occur in the guess again, preferably close behind the place that was reached before.
+Drafts follow the guess token by token. Where the answer departs from it, they resume as soon as its
+latest tokens occur in the guess again, preferably shortly after the last position.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PredictedAnswer:
             self._ends.setdefault(tokens[end - 1] << 32 | tokens[end], []).append(end)
 
     def find(self, tokens: array[int], max_drafts: int) -> Match | None:
-        """Returns what the guess goes on with after the latest tokens, or None.
+        """Returns the continuation of the latest tokens in the guess, or None.
 
         Args:
             tokens: Prompt and answer; the answer has at least one token.

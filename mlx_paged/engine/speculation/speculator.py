@@ -108,8 +108,8 @@ class Speculator:
 
     Args:
         drafter: Guesses the tokens. If it raises, speculation ends.
-        lookup: Guesses without a price, which go before those of the drafter if they promise more.
-            None if the drafter is all.
+        lookup: A second drafter, without a price. Its drafts are used where they are expected to
+            add more tokens. None: there is only `drafter`.
         costs: How long steps take; None verifies all drafts.
         max_rows: Drafts make no step larger than this, because products of more rows may have
             other sums.
@@ -173,7 +173,7 @@ class Speculator:
         ready: list[CoreSequence] = []
         for seq in scheduler.running:
             num_left = len(seq.tokens) - seq.num_scheduled_tokens
-            # A recurrent state that rejected drafts computes the accepted ones again.
+            # After rejected drafts, a recurrent state recomputes the accepted ones.
             is_ready = 1 <= num_left <= 2 + self._config.max_drafts
             if is_ready and seq.num_output_tokens:
                 ready.append(seq)
@@ -245,7 +245,7 @@ class Speculator:
             if room <= 0:
                 continue
             each = Wanted(seq, state, room)
-            # What a grammar forces, or the caller predicts, needs no other guess.
+            # Forced tokens and the caller's prediction take precedence over the drafters.
             forced: tuple[int, ...] = seq.sampler.forced(seq.tokens)[:room]
             draft = None
             if forced:
@@ -310,7 +310,7 @@ class Speculator:
     def _choose(self, ready: Sequence[CoreSequence], proposals: list[_Proposal]) -> list[int]:
         """Returns how many drafts of each proposal pay, and updates the expected gain."""
         counts = [0] * len(proposals)
-        # A sequence with a recurrent state also computes what it accepted again.
+        # A sequence with a recurrent state also recomputes the drafts that it accepted.
         num_rows = sum(len(seq.tokens) - seq.num_scheduled_tokens for seq in ready)
         room = max(0, self._max_rows - num_rows)
         if self._costs is None:
