@@ -109,23 +109,15 @@ __global__ void copy_inputs_entry(const __grid_constant__ mlx_paged::cuda::StepI
 }
 
 #define LAYER(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
-// The same runs and distances as in code_order.h.
 #define ORDERED_NORM(dtype, type, run, apart)          \
   {"add_rms_norm_" #dtype "_ordered_" #run "_" #apart, \
    add_rms_norm_entry<type, mlx_paged::cuda::InOrder<run, apart>>},
-#define ORDERED_NORMS(dtype, type) \
-  ORDERED_NORM(dtype, type, 32, 1) \
-  ORDERED_NORM(dtype, type, 32, 2) \
-  ORDERED_NORM(dtype, type, 32, 4) \
-  ORDERED_NORM(dtype, type, 64, 1) \
-  ORDERED_NORM(dtype, type, 64, 2) \
-  ORDERED_NORM(dtype, type, 64, 4)
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER)
-    ORDERED_NORMS(float16, half)
-    ORDERED_NORMS(bfloat16, bfloat)
+    PAGED_FOR_EACH_CODE_ORDER(ORDERED_NORM, float16, half)
+    PAGED_FOR_EACH_CODE_ORDER(ORDERED_NORM, bfloat16, bfloat)
     {"copy_inputs", copy_inputs_entry},
     {"rope_rows_float16", rope_rows_entry<half>},
     {"rope_rows_bfloat16", rope_rows_entry<bfloat>},

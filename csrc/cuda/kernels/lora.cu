@@ -83,24 +83,16 @@ __global__ void __launch_bounds__(paged::LORA_UP_THREADS, 4) lora_up_entry(
 }
 
 #define LORA(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
-// The same runs and distances as in code_order.h.
 #define ORDERED_LORA(dtype, type, run, apart)                    \
   {"lora_down_" #dtype "_ordered_" #run "_" #apart,              \
    lora_down_entry<type, mlx_paged::cuda::InOrder<run, apart>>}, \
       {"lora_up_" #dtype "_ordered_" #run "_" #apart,            \
        lora_up_entry<type, mlx_paged::cuda::InOrder<run, apart>>},
-#define ORDERED_LORAS(dtype, type) \
-  ORDERED_LORA(dtype, type, 32, 1) \
-  ORDERED_LORA(dtype, type, 32, 2) \
-  ORDERED_LORA(dtype, type, 32, 4) \
-  ORDERED_LORA(dtype, type, 64, 1) \
-  ORDERED_LORA(dtype, type, 64, 2) \
-  ORDERED_LORA(dtype, type, 64, 4)
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_LORA_TEMPLATE(LORA)
-    ORDERED_LORAS(float16, half)
-    ORDERED_LORAS(bfloat16, metal::bfloat)
+    PAGED_FOR_EACH_CODE_ORDER(ORDERED_LORA, float16, half)
+    PAGED_FOR_EACH_CODE_ORDER(ORDERED_LORA, bfloat16, metal::bfloat)
     // clang-format on
 });

@@ -30,24 +30,21 @@ __device__ __forceinline__ Chunk pairs_of(Chunk x) {
   return pairs;
 }
 
-// The inverse of pairs_of.
+// The inverse of pairs_of, which is its own inverse for distances of 1 and 2.
 template <int APART, typename Chunk>
 __device__ __forceinline__ Chunk chunk_of_pairs(Chunk pairs) {
-  constexpr unsigned int kLow = 0x5410;
-  constexpr unsigned int kHigh = 0x7632;
-  Chunk x = pairs;
   if constexpr (APART == 4) {
+    constexpr unsigned int kLow = 0x5410;
+    constexpr unsigned int kHigh = 0x7632;
+    Chunk x = pairs;
     x.x = __byte_perm(pairs.x, pairs.y, kLow);
     x.z = __byte_perm(pairs.x, pairs.y, kHigh);
     x.y = __byte_perm(pairs.z, pairs.w, kLow);
     x.w = __byte_perm(pairs.z, pairs.w, kHigh);
-  } else if constexpr (APART == 2) {
-    x.x = __byte_perm(pairs.x, pairs.y, kLow);
-    x.y = __byte_perm(pairs.x, pairs.y, kHigh);
-    x.z = __byte_perm(pairs.z, pairs.w, kLow);
-    x.w = __byte_perm(pairs.z, pairs.w, kHigh);
+    return x;
+  } else {
+    return pairs_of<APART>(pairs);
   }
-  return x;
 }
 
 // The places of a chunk's pairs in code order.
@@ -78,3 +75,12 @@ struct InOrder {
 };
 
 }  // namespace mlx_paged::cuda
+
+// The orders of all weights (code_order in quantised_shape.h). X(..., run, distance of a pair).
+#define PAGED_FOR_EACH_CODE_ORDER(X, ...) \
+  X(__VA_ARGS__, 32, 1)                   \
+  X(__VA_ARGS__, 32, 2)                   \
+  X(__VA_ARGS__, 32, 4)                   \
+  X(__VA_ARGS__, 64, 1)                   \
+  X(__VA_ARGS__, 64, 2)                   \
+  X(__VA_ARGS__, 64, 4)
