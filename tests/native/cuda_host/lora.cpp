@@ -4,64 +4,16 @@
 // in the order of codes against those that do so in place, and these against float64. Prints a line
 // for each failure, and how many results were compared.
 
-#include <algorithm>
-#include <map>
 #include <random>
 #include <string>
 
-#include "fibers.h"
-
-namespace {
-int target = 0;  // of the blocks that run
-}
-
-// (Metal's language wants these as CUDA has them.)
-#undef blockIdx
-#define blockIdx make_uint3(blockIdx_.x, blockIdx_.y, target)
-#define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
-#define gridDim make_uint3(0, 0, 0)  // (not read by adapters)
-
-inline float __shfl_xor_sync(unsigned int, float v, int mask) {
-  struct Operand {
-    float from;
-    int mask;
-    float* to;
-  };
-  float to;
-  fibers::together_in_warp(Operand{v, mask, &to}, [](Operand* lanes) {
-    for (int lane = 0; lane < 32; lane++) {
-      *lanes[lane].to = lanes[lane ^ lanes[lane].mask].from;
-    }
-  });
-  return to;
-}
-
-// Of other kernels.
-bool __all_sync(unsigned int, bool);
-int __popc(unsigned int);
-template <typename T>
-T __shfl_sync(unsigned int, T, int);
-
-using std::max;
-using std::min;
-
-namespace metal {
-__thread unsigned char paged_threadgroup_memory[4096] __attribute__((aligned(16)));
-}
+#include "portable_kernels.h"
 
 #include "lora.cu"
 
 namespace {
 
 using namespace mlx_paged::cuda;
-
-std::map<std::string, CompiledKernel>& kernels() {
-  static std::map<std::string, CompiledKernel> all;
-  return all;
-}
-
-int compared = 0;
-int failed = 0;
 
 // Two targets of five rows, of which the fourth has no adapter.
 template <typename T>
@@ -93,11 +45,10 @@ struct Adapters {
   }
 
   std::vector<float> down(const std::string& name, const Matrix& rows) {
-    auto kernel = reinterpret_cast<void (*)(
-        const T*, const int*, const T*, const T*, const T*, float*, const paged::LoraParams)>(
-        const_cast<void*>(kernels().at(name).symbol));
+    auto kernel = kernel_named<void (*)(
+        const T*, const int*, const T*, const T*, const T*, float*, const paged::LoraParams)>(name);
     std::vector<float> hidden(kHidden, NAN);
-    for (target = 0; target < 2; target++) {
+    for (grid_z = 0; grid_z < 2; grid_z++) {
       int groups = kParts * ((kRank + paged::LORA_COLUMNS - 1) / paged::LORA_COLUMNS);
       fibers::run_grid(groups, 2, paged::LORA_DOWN_THREADS, 64, 1, [&] {
         kernel(rows.data(), adapters, a[0].data(), a[1].data(), a[1].data(), hidden.data(), params);
@@ -107,12 +58,11 @@ struct Adapters {
   }
 
   Matrix up(const std::string& name, const std::vector<float>& hidden) {
-    auto kernel = reinterpret_cast<void (*)(
+    auto kernel = kernel_named<void (*)(
         const T*, const T*, const T*, const float*, const int*, const T*, const T*, const T*,
-        const T*, T*, T*, T*, const paged::LoraParams)>(
-        const_cast<void*>(kernels().at(name).symbol));
+        const T*, T*, T*, T*, const paged::LoraParams)>(name);
     Matrix out(kRows * kSize, T(NAN));
-    target = 0;
+    grid_z = 0;
     int groups = kSize / 8 / paged::LORA_UP_THREADS + 1;
     fibers::run_grid(groups, 2, paged::LORA_UP_THREADS, 64, 1, [&] {
       kernel(
@@ -179,13 +129,6 @@ struct Adapters {
 };
 
 }  // namespace
-
-bool mlx_paged::cuda::add_kernels(const std::vector<CompiledKernel>& more) {
-  for (const auto& kernel : more) {
-    kernels().emplace(kernel.host_name, kernel);
-  }
-  return true;
-}
 
 int main() {
   std::make_unique<Adapters<half>>()->check("float16");

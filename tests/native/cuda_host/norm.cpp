@@ -4,56 +4,16 @@
 // order of codes against the one that writes them in place, and that against float64. Prints a line
 // for each failure, and how many results were compared.
 
-#include <map>
 #include <random>
 #include <string>
 
-#include "fibers.h"
-
-// (Metal's language wants these as CUDA has them.)
-#undef blockIdx
-#define blockIdx make_uint3(blockIdx_.x, blockIdx_.y, 0)
-#define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
-#define gridDim make_uint3(0, 0, 0)  // (not read by norms)
-
-inline float __shfl_xor_sync(unsigned int, float v, int mask) {
-  struct Operand {
-    float from;
-    int mask;
-    float* to;
-  };
-  float to;
-  fibers::together_in_warp(Operand{v, mask, &to}, [](Operand* lanes) {
-    for (int lane = 0; lane < 32; lane++) {
-      *lanes[lane].to = lanes[lane ^ lanes[lane].mask].from;
-    }
-  });
-  return to;
-}
-
-// Of other kernels.
-bool __all_sync(unsigned int, bool);
-int __popc(unsigned int);
-template <typename T>
-T __shfl_sync(unsigned int, T, int);
-
-namespace metal {
-__thread unsigned char paged_threadgroup_memory[64] __attribute__((aligned(16)));
-}
+#include "portable_kernels.h"
 
 #include "layer.cu"
 
 namespace {
 
 using namespace mlx_paged::cuda;
-
-std::map<std::string, CompiledKernel>& kernels() {
-  static std::map<std::string, CompiledKernel> all;
-  return all;
-}
-
-int compared = 0;
-int failed = 0;
 
 template <typename T>
 struct Norm {
@@ -83,8 +43,7 @@ struct Norm {
 
   std::vector<T> run(const std::string& name, bool has_residual) {
     auto kernel =
-        reinterpret_cast<void (*)(const T*, const T*, const T*, T*, T*, const paged::NormParams)>(
-            const_cast<void*>(kernels().at(name).symbol));
+        kernel_named<void (*)(const T*, const T*, const T*, T*, T*, const paged::NormParams)>(name);
     std::fill(std::begin(out), std::end(out), T(NAN));
     fibers::run_grid(kRows, 1, kThreads, 64, 1, [&] {
       kernel(x, residual, weight, sum, out, {kSize / 8, has_residual, 1e-5f});
@@ -134,13 +93,6 @@ struct Norm {
 };
 
 }  // namespace
-
-bool mlx_paged::cuda::add_kernels(const std::vector<CompiledKernel>& more) {
-  for (const auto& kernel : more) {
-    kernels().emplace(kernel.host_name, kernel);
-  }
-  return true;
-}
 
 int main() {
   for (bool has_residual : {false, true}) {
