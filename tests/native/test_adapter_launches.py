@@ -190,3 +190,43 @@ def test_adapters_of_other_inputs_have_launches_of_their_own() -> None:
     a, b = exact(layers.a[0]), exact(layers.b[0])
     expected = reference.lora(exact(base), exact(layers.x), chosen_of(5), a, b)
     assert reference.relative_errors(exact(out), expected).max() < 1e-5
+
+
+def right(layers: Layers, place: int, out: mx.array, chosen: list[int]) -> None:
+    """A layer's result against float64, where its rows chose these adapters."""
+    bases, _ = layers.run(layers.bases)
+    a, b = exact(layers.a[place]), exact(layers.b[place])
+    expected = reference.lora(exact(bases[place]), exact(layers.x), chosen, a, b)
+    assert reference.relative_errors(exact(out), expected).max() < 1e-5
+
+
+def test_rows_may_choose_other_adapters_for_each_layer() -> None:
+    layers = Layers.random(9, 64, [40, 40], 8, mx.float32)
+    chosen = [chosen_of(9), chosen_of(9)[::-1]]
+    others = mx.array(chosen[1], mx.int32)
+
+    def build(x: mx.array, adapters: mx.array, more: mx.array) -> list[mx.array]:
+        bases = layers.bases(x, adapters, more)
+        return [
+            ops.lora(bases[i], x, (adapters, others)[i], layers.a[i], layers.b[i]) for i in range(2)
+        ]
+
+    outputs, kernels = layers.run(build)
+    assert [name for name in kernels if "lora" in name] == ["lora_down", "lora_up"] * 2
+    for place, out in enumerate(outputs):
+        right(layers, place, out, chosen[place])
+
+
+def test_adapters_wait_for_what_chooses_them() -> None:
+    """A product of the same x chooses the adapters of the next layer."""
+    layers = Layers.random(9, 64, [4, 40], 8, mx.float32)
+
+    def build(x: mx.array, adapters: mx.array, more: mx.array) -> list[mx.array]:
+        logits, base = layers.bases(x, adapters, more)
+        chosen, *_ = ops.greedy_tokens(logits)
+        return [chosen, ops.lora(base, x, chosen, layers.a[1], layers.b[1])]
+
+    [chosen, out], kernels = layers.run(build)
+    assert kernels.index("greedy_tokens") < kernels.index("lora_down")
+    assert len(set(chosen.tolist())) > 1
+    right(layers, 1, out, chosen.tolist())
