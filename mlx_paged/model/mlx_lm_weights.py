@@ -131,6 +131,11 @@ def _without_mtp(model: Any, weights: Weights) -> Weights:
     return {name: weight for name, weight in weights.items() if not name.startswith(behind)}
 
 
+def _mellum(model: Any, weights: Weights) -> Weights:
+    """Drops the head for multi-token prediction, which mlx-lm's `sanitize` keeps."""
+    return {name: weight for name, weight in weights.items() if not name.startswith("mtp.")}
+
+
 def _ernie4_5_moe(model: Any, weights: Weights) -> Weights:
     """Keeps the bias for choosing experts, which mlx-lm's `sanitize` drops."""
     suffix = "moe_statics.e_score_correction_bias"
@@ -297,5 +302,6 @@ _RENAMED: dict[str, Callable[[Any, Weights], Weights]] = {
     "kimi_linear": _split_conv,
     "llama4": _llama4,
     "longcat_flash": _longcat_flash,
+    "mellum": _mellum,
     "olmo_hybrid": _olmo_hybrid,
 }

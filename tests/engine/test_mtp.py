@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from support.reference import ON_GPU
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.loading import load
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
+from mlx_paged.model.draft_heads.mtp import FORMATS, REFUSED, load_mtp
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -49,7 +52,7 @@ def llm_of(path: Path, *, drafts: bool, **more: Any) -> LLM:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_drafts_are_those_of_the_reference(name: str, tmp_path: Path, oracle: Oracle) -> None:
     reference = MtpReference(CASES[name], tmp_path)
     rng = np.random.default_rng(3)
@@ -89,3 +92,21 @@ def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:
 def test_a_family_without_heads_is_refused() -> None:
     with pytest.raises((InvalidParameterError, ModelLoadError), match="MTP"):
         LLM(speculative_config={"method": "mtp"}, num_gpu_blocks_override=20)
+
+
+def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    assert not FORMATS.keys() & REFUSED.keys()
+    for module, reason in REFUSED.items():
+        with pytest.raises(
+            ModelLoadError, match=re.escape(f"{module!r} is not supported: {reason}")
+        ):
+            load_mtp(tmp_path, {"model_type": module}, "float32")
+
+
+def test_layers_of_nemotron_that_keep_a_state_are_refused(tmp_path: Path) -> None:
+    MtpReference(CASES["nemotron_h"], tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text()) | {"mtp_hybrid_override_pattern": "*M"}
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ModelLoadError, match=r"attention, experts and MLPs but are \*M"):
+        llm_of(tmp_path, drafts=True)

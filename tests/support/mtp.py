@@ -1,14 +1,15 @@
 """Checkpoints with MTP heads, made by transformers, and their reference in float64.
 
-A model with one layer more than it should have is saved. That layer becomes the head's, under the
-names of published checkpoints. transformers has no MTP heads, but runs their layer.
+A model with more layers than it should have is saved. The last ones become the head's, under the
+names of published checkpoints. The reference runs transformers' layers, with its own code around
+them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from support.models import VOCAB_SIZE, embedded
 from support.oracle_torch import oracle_torch
-from support.reference_configs import REFERENCES, Reference
+from support.reference_configs import REFERENCES, SLIDING_FIRST, Reference
 from support.reference_models import save
 
 NUM_LAYERS, HIDDEN = 4, 64
@@ -30,24 +31,40 @@ class Case:
     Attributes:
         reference: transformers' model, without the head's layer.
         prefix: Before the names of the head's weights.
-        names: Of its two first norms, its projection and its last norm.
-        layer: Before the names of its layer's weights, after `prefix`.
+        names: Of its two first norms, its projection and its last norm; None: the model's norm.
+        layer: Before the names of its layers' weights, after `prefix`; "{}" is a layer's number.
+        renamed: Names in its layers, by transformers' names.
         hidden_first: Order of the projection's inputs.
         returns_normed: The next draft reads the state after the last norm.
         offset: Added to the weights of norms.
         has_output: The head has an output projection of its own.
         model_type: The family, if transformers' is another one with the same layers.
+        added: Entries of its layers in lists of the config.
+        own_fields: Fields that the saved config has in addition.
     """
 
     reference: Reference
     prefix: str
-    names: tuple[str, str, str, str]
+    names: tuple[str, str, str, str | None]
     layer: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
     hidden_first: bool = False
     returns_normed: bool = False
     offset: float = 0.0
     has_output: bool = False
     model_type: str | None = None
+    added: Mapping[str, list[str]] = field(default_factory=dict)
+    own_fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_head_layers(self) -> int:
+        return max((len(values) for values in self.added.values()), default=1)
+
+
+def with_fields(name: str, **fields: Any) -> Reference:
+    """A reference with other fields."""
+    reference = REFERENCES[name]
+    return replace(reference, config={**reference.config, **fields})
 
 
 _DEEPSEEK = {
@@ -60,8 +77,54 @@ _QWEN = {
     "layer": "layers.0.",
     "returns_normed": True,
     "offset": 1.0,
+    "added": {"layer_types": ["full_attention"]},
 }
+_SLIDING = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
+_DENSE_FIRST = ["dense", *["sparse"] * (NUM_LAYERS - 1)]
 CASES: dict[str, Case] = {
+    "bailing_hybrid": Case(
+        with_fields("bailing_hybrid", layer_types=["linear_attention", "full_attention"] * 2),
+        f"model.layers.{NUM_LAYERS}.",
+        ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+        returns_normed=True,
+        added={"layer_types": ["full_attention"]},
+    ),
+    "ernie4_5_moe": Case(
+        with_fields("ernie4_5_moe", moe_layer_end_index=NUM_LAYERS - 1),
+        "model.",
+        ("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0", None),
+        layer="mtp_block.0.",
+        returns_normed=True,
+    ),
+    "exaone_moe": Case(
+        with_fields("exaone_moe", mlp_layer_types=_DENSE_FIRST),
+        **{**_QWEN, "offset": 0.0, "added": _SLIDING},  # type: ignore[arg-type]
+    ),
+    "mellum": Case(
+        with_fields("mellum", mlp_layer_types=["sparse"] * NUM_LAYERS),
+        **{  # type: ignore[arg-type]
+            **_QWEN,
+            "offset": 0.0,
+            "added": {**_SLIDING, "mlp_layer_types": ["sparse"]},
+        },
+    ),
+    "mimo_v2_flash": Case(
+        with_fields("mimo_v2_flash", layer_types=SLIDING_FIRST, mlp_layer_types=_DENSE_FIRST),
+        "model.mtp.layers.0.",
+        ("enorm", "hnorm", "eh_proj", "final_layernorm"),
+        renamed=(("post_attention_layernorm.", "pre_mlp_layernorm."),),
+        returns_normed=True,
+        added=_SLIDING,
+    ),
+    "nemotron_h": Case(
+        REFERENCES["nemotron_h"],
+        "mtp.",
+        ("layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm"),
+        layer="layers.{}.",
+        returns_normed=True,
+        added={"layers_block_type": ["attention", "moe"]},
+        own_fields={"mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1},
+    ),
     "deepseek_v3": Case(REFERENCES["deepseek_v3"], **_DEEPSEEK),  # type: ignore[arg-type]
     "glm4_moe": Case(
         REFERENCES["glm4_moe"],
@@ -92,15 +155,18 @@ class MtpReference:
 
     def __init__(self, case: Case, path: Path) -> None:
         self._case = case
-        fields = {**case.reference.config, "num_hidden_layers": NUM_LAYERS + 1}
-        if "layer_types" in fields:
-            fields["layer_types"] = [*fields["layer_types"], "full_attention"]
+        num_layers = NUM_LAYERS + case.num_head_layers
+        fields = {**case.reference.config, "num_hidden_layers": num_layers}
+        for name, values in case.added.items():
+            if name in fields:
+                fields[name] = [*fields[name], *values]
         model = save(replace(case.reference, config=fields), path)
         rng = np.random.default_rng(5)
         embed, hidden, projection, norm = case.names
         self._own = {
             name: (0.2 * rng.standard_normal(HIDDEN) + 1 - case.offset).astype(np.float32)
             for name in (embed, hidden, norm)
+            if name is not None
         }
         wide = rng.standard_normal((HIDDEN, 2 * HIDDEN)) / np.sqrt(2 * HIDDEN)
         self._own[projection] = wide.astype(np.float32)
@@ -139,23 +205,24 @@ class MtpReference:
         """``[len(tokens), hidden_size]``: the model's last states, normed."""
         torch = oracle_torch()
         inner = self._model.model
-        with _layers(inner, range(NUM_LAYERS)):
+        with _layers(inner, slice(NUM_LAYERS)):
             return inner(input_ids=torch.tensor([list(tokens)]), use_cache=False)[0][0]
 
     def _head(self, tokens: Sequence[int], states: Any) -> tuple[np.ndarray, Any]:
         torch = oracle_torch()
         inner, case = self._model.model, self._case
         embed, hidden, projection, norm = (
-            torch.tensor(self._own[name], dtype=torch.float64) for name in case.names
+            self._last_norm if name is None else torch.tensor(self._own[name], dtype=torch.float64)
+            for name in case.names
         )
-        embeds = self._norm(inner.embed_tokens(torch.tensor(list(tokens))), embed)
-        both = [embeds, self._norm(states, hidden)]
+        embeds = inner.get_input_embeddings()(torch.tensor(list(tokens)))
+        both = [self._norm(embeds, embed), self._norm(states, hidden)]
         x = torch.cat(both[::-1] if case.hidden_first else both, dim=-1) @ projection.T
         found: list[Any] = []
-        hook = inner.layers[NUM_LAYERS].register_forward_hook(
+        hook = inner.layers[-1].register_forward_hook(
             lambda module, given, out: found.append(out[0] if isinstance(out, tuple) else out)
         )
-        with _layers(inner, [NUM_LAYERS]):
+        with _layers(inner, slice(NUM_LAYERS, None)):
             inner(inputs_embeds=x[None], use_cache=False)
         hook.remove()
         last = found[0][0, -1]
@@ -163,52 +230,70 @@ class MtpReference:
         logits = (self._output @ normed).numpy()
         return logits, normed if case.returns_normed else last
 
+    @property
+    def _last_norm(self) -> Any:
+        return self._model.model.norm.weight.detach()
+
     def _norm(self, x: Any, weight: Any) -> Any:
-        eps = self._model.config.rms_norm_eps
+        config = self._model.config
+        names = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+        eps = next(getattr(config, name) for name in names if hasattr(config, name))
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + self._case.offset)
+
+
+_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
 class _layers:
     """Limits a model to some of its layers, for a while."""
 
-    def __init__(self, inner: Any, places: Sequence[int]) -> None:
-        self._inner, self._places = inner, list(places)
+    def __init__(self, inner: Any, places: slice) -> None:
+        self._inner, self._places = inner, places
 
     def __enter__(self) -> None:
         torch, config = oracle_torch(), self._inner.config
-        self._before = self._inner.layers, config.num_hidden_layers
-        self._types = getattr(config, "layer_types", None)
-        self._inner.layers = torch.nn.ModuleList([self._before[0][i] for i in self._places])
-        config.num_hidden_layers = len(self._places)
-        if self._types is not None:
-            config.layer_types = [self._types[i] for i in self._places]
+        self._layers = self._inner.layers
+        self._inner.layers = torch.nn.ModuleList(list(self._layers)[self._places])
+        fields = {name: vars(config)[name] for name in _LISTS if vars(config).get(name)}
+        self._before = dict(fields)
+        for name, values in fields.items():
+            setattr(config, name, values[self._places])
+        if "num_hidden_layers" in vars(config):
+            self._before["num_hidden_layers"] = config.num_hidden_layers
+            config.num_hidden_layers = len(self._inner.layers)
 
     def __exit__(self, *_: object) -> None:
-        config = self._inner.config
-        self._inner.layers, config.num_hidden_layers = self._before
-        if self._types is not None:
-            config.layer_types = self._types
+        self._inner.layers = self._layers
+        for name, value in self._before.items():
+            setattr(self._inner.config, name, value)
 
 
 def _rewrite(path: Path, case: Case, own: dict[str, np.ndarray]) -> None:
-    """Gives the last layer's weights the names of a head's, and adds the rest of it."""
+    """Gives the last layers' weights the names of a head's, and adds the rest of it."""
     weights: dict[str, mx.array] = mx.load(str(path / "model.safetensors"))  # type: ignore[assignment]
-    last = f"model.layers.{NUM_LAYERS}."
-    found = {
-        case.prefix + case.layer + name.removeprefix(last) if name.startswith(last) else name: w
-        for name, w in weights.items()
-    }
+    found = {_published(name, case): w for name, w in weights.items()}
     found.update({f"{case.prefix}{name}.weight": mx.array(w) for name, w in own.items()})
     mx.eval(found)
     mx.save_safetensors(str(path / "model.safetensors"), found, metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     config["num_hidden_layers"] = NUM_LAYERS
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][:NUM_LAYERS]
-    if "mlp_layer_types" in config:
-        config["mlp_layer_types"] = config["mlp_layer_types"][:NUM_LAYERS]
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == NUM_LAYERS + case.num_head_layers:
+            config[name] = value[:NUM_LAYERS]
     if case.model_type is not None:
         config["model_type"] = case.model_type
+    config.update(case.own_fields)
     assert config["vocab_size"] == VOCAB_SIZE
     (path / "config.json").write_text(json.dumps(config))
     embedded().tokenizer.save_pretrained(path)
+
+
+def _published(name: str, case: Case) -> str:
+    """The name of a weight in the checkpoint."""
+    for number in range(case.num_head_layers):
+        _, found, rest = name.partition(f".layers.{NUM_LAYERS + number}.")
+        if found:
+            for theirs, published in case.renamed:
+                rest = rest.replace(theirs, published)
+            return case.prefix + case.layer.format(number) + rest
+    return name

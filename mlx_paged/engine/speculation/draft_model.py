@@ -181,10 +181,10 @@ def make_mtp(
         raise InvalidParameterError(_FIELD, expected, options.model)
     head, own_output = load_mtp(path, target.config, target.dtype)
     embeddings, _ = input_embeddings(target.model)
-    if own_output is None:
-        head.attach(embeddings, projection.module, projection.method)
-    else:
-        head.attach(embeddings, own_output)
+    output = (projection.module, projection.method)
+    if own_output is not None:
+        output = (own_output, "__call__")
+    head.attach(embeddings, *output, norm=lambda: target.model.model.norm)
     try:
         paged.tap([FINAL])
     except ValueError as error:

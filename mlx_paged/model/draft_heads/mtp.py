@@ -1,9 +1,9 @@
 """MTP heads: the layer for multi-token prediction that checkpoints of some families have.
 
 A head normalizes the embedding of the next token and the model's last hidden state, projects both
-to one, and runs one decoder layer of the model. Embeddings and output projection are the model's.
-mlx-lm drops its weights, so they are read from the checkpoint's files again, and go through the
-`sanitize` of a model with this one layer.
+to one, and runs one decoder layer of the model, or a few. Embeddings and output projection are the
+model's. mlx-lm drops its weights, so they are read from the checkpoint's files again, and go
+through the `sanitize` of a model that has only the head's layers.
 
 Paper: "DeepSeek-V3 Technical Report", section 2.2 (arXiv 2412.19437).
 """
@@ -11,15 +11,16 @@ Paper: "DeepSeek-V3 Technical Report", section 2.2 (arXiv 2412.19437).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
 from safetensors import safe_open
 
 from mlx_paged.errors import ModelLoadError
@@ -31,57 +32,8 @@ from mlx_paged.model.taps import FINAL
 Weights = dict[str, mx.array]
 
 
-@dataclass(frozen=True)
-class MtpFormat:
-    """How a family stores its head.
+Fields = Mapping[str, Any]
 
-    Attributes:
-        prefix: Before all names of its weights; "{}" stands for the number of layers.
-        embed_norm, hidden_norm, projection, norm: Names of its own weights.
-        layer: Prefix of its decoder layer's weights, after `prefix`.
-        hidden_first: The projection takes the hidden state first, then the embedding.
-        returns_normed: Its own state for the next draft is taken after the last norm.
-    """
-
-    prefix: str
-    embed_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str
-    layer: str = ""
-    hidden_first: bool = False
-    returns_normed: bool = False
-
-
-_DEEPSEEK = MtpFormat("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-_QWEN = MtpFormat(
-    "mtp.",
-    "pre_fc_norm_embedding",
-    "pre_fc_norm_hidden",
-    "fc",
-    "norm",
-    layer="layers.0.",
-    returns_normed=True,
-)
-_MIMO = MtpFormat(
-    "model.mtp_layers.0.",
-    "token_layernorm",
-    "hidden_layernorm",
-    "input_proj",
-    "final_layernorm",
-    hidden_first=True,
-    returns_normed=True,
-)
-#: By mlx-lm's module.
-FORMATS: dict[str, MtpFormat] = {
-    "deepseek_v3": _DEEPSEEK,
-    "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": _DEEPSEEK,
-    "mimo": _MIMO,
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
-    "qwen3_next": _QWEN,
-}
 # Makes the one layer of a model what a head's layer is: with full attention, and experts if any.
 _ONE_LAYER = {
     "num_hidden_layers": 1,
@@ -91,6 +43,165 @@ _ONE_LAYER = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "layer_types": ["full_attention"],
+}
+
+
+def _one_layer(config: Fields) -> dict[str, Any]:
+    return _ONE_LAYER
+
+
+@dataclass(frozen=True)
+class MtpFormat:
+    """How a family stores its head.
+
+    Attributes:
+        prefix: Before all names of its weights; "{}" stands for the number of layers.
+        embed_norm, hidden_norm, projection: Names of its own weights.
+        norm: That of its last norm, where "{}" stands for the number of its last layer; None if
+            that norm is the model's.
+        layer: Prefix of its decoder layers' weights, after `prefix`.
+        layer_names: Names in its layers, with those in the model's.
+        hidden_first: The projection takes the hidden state first, then the embedding.
+        returns_normed: Its own state for the next draft is taken after the last norm.
+        fields: From the model's config to what differs in that of a model with the head's layers.
+        model_layer: Prefix of a layer's weights in the model.
+        published_by: A weight by which `sanitize` recognizes a published checkpoint.
+    """
+
+    prefix: str
+    embed_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str | None
+    layer: str = ""
+    layer_names: tuple[tuple[str, str], ...] = ()
+    hidden_first: bool = False
+    returns_normed: bool = False
+    fields: Callable[[Fields], Fields] = _one_layer
+    model_layer: str = "model.layers.0."
+    published_by: str | None = None
+
+
+def _ernie_fields(config: Fields) -> Fields:
+    return {**_ONE_LAYER, "moe_layer_start_index": 1}  # Its layer has no experts.
+
+
+def _exaone_fields(config: Fields) -> Fields:
+    """Its layer is of the first layer's type, unless the config names one."""
+    own = (config.get("mtp_layer_types") or config["layer_types"])[0]
+    # Layers rotate if they have a window, or if none of the model has.
+    types = [own, *config["layer_types"]]
+    return {**_ONE_LAYER, "layer_types": types, "is_moe_layer": [False]}
+
+
+def _mellum_fields(config: Fields) -> Fields:
+    own = (config.get("mtp_layer_types") or ["sliding_attention"])[0]
+    mlp = (config.get("mtp_mlp_layer_types") or ["sparse"])[0]
+    types = {"layer_types": [own, *config["layer_types"]], "mlp_layer_types": [mlp]}
+    return {**_ONE_LAYER, **types}
+
+
+def _mimo_v2_fields(config: Fields) -> Fields:
+    # The second entry of the pattern only names the other kind, which the model looks for.
+    return {**_ONE_LAYER, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]}
+
+
+_NEMOTRON_KINDS = {"*": "*", "E": "E", "-": "-", "attention": "*", "full_attention": "*"}
+_NEMOTRON_KINDS |= {"moe": "E", "mlp": "-"}
+
+
+def _nemotron_fields(config: Fields) -> Fields:
+    """Its layers: those of the config, attention and experts by default.
+
+    Raises:
+        ValueError: Layers of other kinds.
+    """
+    given = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type")
+    kinds = [_NEMOTRON_KINDS.get(kind) for kind in given or "*E"]
+    if None in kinds or kinds.count("*") < 1:
+        raise ValueError(f"its layers must be attention, experts and MLPs but are {given}")
+    pattern = {"hybrid_override_pattern": kinds, "num_hidden_layers": len(kinds)}
+    return {**pattern, "layers_block_type": None, "layer_types": None}
+
+
+_DEEPSEEK = MtpFormat("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_BAILING = replace(_DEEPSEEK, norm="final_layernorm", returns_normed=True)
+_MELLUM = MtpFormat(
+    "mtp.",
+    "pre_fc_norm_embedding",
+    "pre_fc_norm_hidden",
+    "fc",
+    "norm",
+    layer="layers.0.",
+    returns_normed=True,
+    fields=_mellum_fields,
+)
+_QWEN = replace(_MELLUM, fields=_one_layer, published_by="model.layers.0.linear_attn.conv1d.weight")
+_MIMO = MtpFormat(
+    "model.mtp_layers.0.",
+    "token_layernorm",
+    "hidden_layernorm",
+    "input_proj",
+    "final_layernorm",
+    hidden_first=True,
+    returns_normed=True,
+)
+_MIMO_V2 = MtpFormat(
+    "model.mtp.layers.0.",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "final_layernorm",
+    layer_names=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
+    returns_normed=True,
+    fields=_mimo_v2_fields,
+)
+_ERNIE = MtpFormat(
+    "model.mtp_",
+    "emb_norm.0",
+    "hidden_norm.0",
+    "linear_proj.0",
+    None,
+    layer="block.0.",
+    returns_normed=True,
+    fields=_ernie_fields,
+)
+_NEMOTRON = MtpFormat(
+    "mtp.",
+    "layers.0.enorm",
+    "layers.0.hnorm",
+    "layers.0.eh_proj",
+    "layers.{}.final_layernorm",
+    layer="layers.",
+    returns_normed=True,
+    fields=_nemotron_fields,
+    model_layer="backbone.layers.",
+)
+#: By mlx-lm's module.
+FORMATS: dict[str, MtpFormat] = {
+    "bailing_moe_v3": _BAILING,
+    "deepseek_v3": _DEEPSEEK,
+    "ernie4_5_moe": _ERNIE,
+    "exaone_moe": replace(_MELLUM, fields=_exaone_fields),
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "mellum": _MELLUM,
+    "mimo": _MIMO,
+    "mimo_v2_flash": _MIMO_V2,
+    "nemotron_h": _NEMOTRON,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen3_next": _QWEN,
+}
+_INDEXED = "its layer attends to what an index chooses (DSA), and heads have no cache for one"
+#: Families whose heads are refused, and why.
+REFUSED: dict[str, str] = {
+    "bailing_hybrid": "its layer has not been compared with a reference, unlike bailing_moe_v3's",
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+    "kimi_k3": "its layer has not been compared with a reference",
+    "longcat_flash": "its layer has one attention and one MLP, while those of the model have two",
+    "step3p5": "it has three heads with layers of other kinds, and no reference to compare with",
 }
 # Names under which `sanitize` sees the head's own weights. Qwen's adds 1 to those that end as the
 # norms of a layer do.
@@ -106,7 +217,8 @@ class MtpHead(nn.Module):  # type: ignore[misc]
     """The head as a model: tokens and features -> logits. See `attach`.
 
     Args:
-        layer: A decoder layer of the model's family.
+        layers: Decoder layers of the model's family.
+        make_cache: Makes mlx-lm's caches of those that attend.
         eps: Of its norms.
         model_type: The model's.
     """
@@ -114,7 +226,8 @@ class MtpHead(nn.Module):  # type: ignore[misc]
     def __init__(
         self,
         mtp_format: MtpFormat,
-        layer: nn.Module,
+        layers: Sequence[nn.Module],
+        make_cache: Callable[[], list[Any]],
         *,
         hidden_size: int,
         eps: float,
@@ -125,24 +238,36 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         self.embed_norm = nn.RMSNorm(hidden_size, eps=eps)
         self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
         self.projection = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layers = [layer]
-        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+        self.layers = list(layers)
+        if mtp_format.norm is not None:
+            self.norm = nn.RMSNorm(hidden_size, eps=eps)
         self._format = mtp_format
+        self._make_cache = make_cache
+        self._windows = [getattr(cache, "max_size", None) for cache in make_cache()]
 
-    def attach(self, embed: nn.Module, project: nn.Module, method: str = "__call__") -> None:
+    def attach(
+        self, embed: nn.Module, project: nn.Module, method: str, norm: Callable[[], nn.Module]
+    ) -> None:
         """Shares the model's modules.
 
         Args:
             embed: Its input embeddings.
             project: The module that makes its logits.
             method: That module's method which does.
+            norm: Returns its last norm; only called for a head without its own.
         """
         self.embed, self.project, self._method = embed, project, method
+        if self._format.norm is None:
+            self.norm = norm()
 
     @property
     def returned_place(self) -> int:
         """The place of its own states for the next draft, see `Taps`."""
         return FINAL if self._format.returns_normed else len(self.layers)
+
+    def make_cache(self) -> list[Any]:
+        """mlx-lm's caches of its layers."""
+        return self._make_cache()
 
     def __call__(
         self, inputs: mx.array, cache: Any = None, features: mx.array | None = None
@@ -157,11 +282,21 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         hidden = mx.zeros_like(embeds) if features is None else features.reshape(embeds.shape)
         both = [self.embed_norm(embeds), self.hidden_norm(hidden.astype(embeds.dtype))]
         x = mx.concatenate(both[::-1] if self._format.hidden_first else both, axis=-1)
-        cache = cache or [None]
         x = self.projection(x)
-        x = self.layers[0](x, create_attention_mask(x, cache[0], return_array=True), cache[0])
+        caches = iter(zip(cache or [None] * len(self._windows), self._windows))
+        for layer in self.layers:
+            own = mask = None
+            if _attends(layer):
+                own, window = next(caches)
+                mask = create_attention_mask(x, own, window_size=window, return_array=True)
+            x = layer(x, mask=mask, cache=own)
         logits: mx.array = getattr(self.project, self._method)(self.norm(x))
         return logits
+
+
+def _attends(layer: nn.Module) -> bool:
+    """False for a layer of Nemotron's that has only experts or an MLP."""
+    return getattr(layer, "block_type", "*") == "*"
 
 
 def has_mtp(path: Path, config: Mapping[str, Any]) -> bool:
@@ -198,6 +333,9 @@ def load_mtp(path: Path, config: Mapping[str, Any], dtype: str) -> tuple[MtpHead
         ModelLoadError: It gives the reason.
     """
     module = module_of(config)
+    if module in REFUSED:
+        reason = f"the MTP head of {module!r} is not supported: {REFUSED[module]}"
+        raise ModelLoadError(str(path), reason)
     if module not in FORMATS:
         known = ", ".join(sorted(FORMATS))
         raise ModelLoadError(str(path), f"no MTP heads are known of {module!r}, only of {known}")
@@ -218,31 +356,23 @@ def _load(
             f"it has no weights {prefix}*, which conversions to MLX drop; name a directory that "
             "has them as speculative_config.model"
         )
-    shell, own_config = _shell(config)
+    shell, own_config = _shell(config, mtp_format)
+    mtp_format = _numbered(mtp_format, len(shell.layers))
     named = {_name(mtp_format, name): weight for name, weight in weights.items()}
     if not is_converted:
-        # Qwen's `sanitize` tells by a convolution that it reads a published checkpoint.
-        named["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 2))
+        if mtp_format.published_by is not None:
+            named[mtp_format.published_by] = mx.zeros((1, 1, 2))
         named = shell.sanitize(named)
+        named.pop(mtp_format.published_by, None)
     head = MtpHead(
         mtp_format,
-        shell.layers[0],
+        shell.layers,
+        _caches_of(shell),
         hidden_size=text["hidden_size"],
-        eps=text["rms_norm_eps"],
+        eps=next(text[name] for name in _EPSILONS if name in text),
         model_type=module_of(config),
     )
-    found: Weights = {}
-    output: mx.array | None = None
-    for name, weight in named.items():
-        name = name.removeprefix("language_model.")
-        if name.endswith("shared_head.head.weight"):
-            output = weight
-        elif name.startswith("model.layers.0.") and "conv1d" not in name:
-            found["layers.0." + name.removeprefix("model.layers.0.")] = weight
-        else:
-            for ours, theirs in _OWN.items():
-                if name == theirs:
-                    found[f"{ours}.weight"] = weight
+    found, output = _sorted_out(named, mtp_format)
     _quantize(head, found, own_config)
     head.load_weights(list(found.items()))
     conform(shell, own_config, own_config)
@@ -256,14 +386,54 @@ def _load(
     return head, own
 
 
-def _shell(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A model with one layer, whose weights are not made, and its config."""
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+
+
+def _sorted_out(named: Weights, mtp_format: MtpFormat) -> tuple[Weights, mx.array | None]:
+    """Returns the weights by the names of `MtpHead`, and the output projection's if there is one.
+
+    Args:
+        named: By the names that `sanitize` gave them.
+    """
+    found: Weights = {}
+    output: mx.array | None = None
+    own_names = {theirs: ours for ours, theirs in _OWN.items()}
+    layers = mtp_format.model_layer
+    place = "layers.0." if layers.endswith(".0.") else "layers."
+    for name, weight in named.items():
+        name = name.removeprefix("language_model.")
+        if name.endswith("shared_head.head.weight"):
+            output = weight
+        elif name.startswith(layers):
+            found[place + name.removeprefix(layers)] = weight
+        elif name in own_names:
+            found[f"{own_names[name]}.weight"] = weight
+    return found, output
+
+
+def _caches_of(model: Any) -> Callable[[], list[Any]]:
+    """Returns what makes mlx-lm's caches of a model."""
+    if hasattr(model, "make_cache"):
+        make: Callable[[], list[Any]] = model.make_cache
+        return make
+    return lambda: [KVCache() for _ in model.layers]
+
+
+def _shell(config: Mapping[str, Any], mtp_format: MtpFormat) -> tuple[Any, dict[str, Any]]:
+    """A model with only the head's layers, whose weights are not made, and its config."""
     own = deepcopy(dict(config))
     for section in (own, own.get("text_config", {})):
         if "num_hidden_layers" in section:
-            section.update(_ONE_LAYER)
+            section.update(mtp_format.fields(section))
     model_class, args_class = model_classes(own)
     return model_class(args_class.from_dict(own)), own
+
+
+def _numbered(mtp_format: MtpFormat, num_layers: int) -> MtpFormat:
+    """The format with the number of the head's last layer."""
+    if mtp_format.norm is None:
+        return mtp_format
+    return replace(mtp_format, norm=mtp_format.norm.format(num_layers - 1))
 
 
 def _name(mtp_format: MtpFormat, name: str) -> str:
@@ -274,7 +444,10 @@ def _name(mtp_format: MtpFormat, name: str) -> str:
             return seen if kind == "weight" else seen.removesuffix("weight") + kind
     if name.startswith(("embed_tokens.", "shared_head.")):
         return name
-    return "model.layers.0." + name.removeprefix(mtp_format.layer)
+    name = name.removeprefix(mtp_format.layer)
+    for theirs, own in mtp_format.layer_names:
+        name = name.replace(theirs, own)
+    return mtp_format.model_layer + name
 
 
 def _quantize(head: MtpHead, weights: Weights, config: Mapping[str, Any]) -> None:
