@@ -42,7 +42,11 @@ async def first_model(base_url: str, key: str | None) -> str:
 def figures(
     results: Sequence[Result], duration: float, percentiles: Sequence[float]
 ) -> dict[str, Any]:
-    """All measurements; times in milliseconds, under vLLM's keys."""
+    """All measurements; times in milliseconds, under vLLM's keys.
+
+    Two figures are not vLLM's: ``longest_gap_ms`` (between two chunks of one answer) and
+    ``num_chunks`` (fewer than tokens if the server clumps them).
+    """
     good = [r for r in results if r.success]
     input_lens = [
         r.prompt.num_tokens if r.num_prompt_tokens is None else r.num_prompt_tokens for r in good
@@ -60,6 +64,8 @@ def figures(
         "total_token_throughput": (sum(input_lens) + total_output) / duration,
         "max_output_tokens_per_s": _peak(good),
         "max_concurrent_requests": _most_at_once(good),
+        "longest_gap_ms": 1000 * max((gap for r in good for gap in r.itl), default=0.0),
+        "num_chunks": sum(1 + len(r.itl) for r in good),
         "input_lens": input_lens,
         "output_lens": [r.num_output_tokens for r in good],
         "ttfts": [r.ttft for r in good],
@@ -85,6 +91,7 @@ def text(
         ("Benchmark duration (s):", "duration"),
         ("Total input tokens:", "total_input_tokens"),
         ("Total generated tokens:", "total_output_tokens"),
+        ("Chunks of generated text:", "num_chunks"),
         ("Total cached prompt tokens:", "total_cached_tokens"),
         ("Request throughput (req/s):", "request_throughput"),
         ("Output token throughput (tok/s):", "output_throughput"),
@@ -94,6 +101,7 @@ def text(
     ):
         lines.append(line(name, made[key]))
     lines += latency_lines(made, shares)
+    lines.append(line("Longest gap (ms):", made["longest_gap_ms"]))
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 

@@ -101,8 +101,12 @@ def test_bench_serve(tmp_path, backend) -> None:
     rate = saved["total_output_tokens"] / saved["duration"]
     assert math.isclose(saved["output_throughput"], rate)
     assert saved["mean_ttft_ms"] <= saved["mean_e2el_ms"]
+    gaps = [1000 * gap for answer in saved["itls"] for gap in answer]
+    assert saved["longest_gap_ms"] == pytest.approx(max(gaps))
+    assert saved["num_chunks"] == 12 + len(gaps)  # an answer's first chunk has no gap before it
     for line in ("Successful requests:                     12", "Output token throughput (tok/s):",
-                 "Mean TTFT (ms):", "P99 ITL (ms):", "Mean TPOT (ms):"):  # fmt: skip
+                 "Mean TTFT (ms):", "P99 ITL (ms):", "Mean TPOT (ms):", "Longest gap (ms):",
+                 "Chunks of generated text:"):  # fmt: skip
         assert line in done.output
 
 
