@@ -208,12 +208,12 @@ def test_a_signal_while_the_model_loads_ends_the_process_at_once(name) -> None:
 
 
 INTERRUPTED = """
-import io, os, signal, sys
+import io, signal, sys
 class Interrupted(io.FileIO):
     def write(self, data):
         written = super().write(data)
         if b"SIGTERM again" in bytes(data):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # to this thread, before the next line is written
         return written
 sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted(2, "w")), line_buffering=True)
 from mlx_paged.cli.main import main
@@ -224,7 +224,8 @@ main()
 def test_a_third_signal_may_interrupt_a_line_of_the_log() -> None:
     with process("--shutdown-timeout", "600", code=INTERRUPTED) as (server, url):
         with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as answer:
-            next(answer.iter_lines())
+            events = answer.iter_lines()  # collecting it would close the connection
+            next(events)
             server.send_signal(signal.SIGTERM)
             while "SIGTERM: finishing" not in server.stderr.readline():
                 pass
