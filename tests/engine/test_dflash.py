@@ -1,4 +1,4 @@
-"""DFlash: answers do not change, and blocks are those of a dense reference in float64."""
+"""DFlash and DSpark: answers do not change, and blocks are those of a dense float64 reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 # isort: split
 import numpy as np
 import pytest
-from support.dflash import Reference, make_dflash
+from support.dflash import DSPARK, SECOND, WINDOW, Reference, make_dflash
 from support.draft_oracle import Oracle, chooser, recorded
 from support.eagle3 import states_of
 from support.mixed_requests import assert_same
@@ -64,10 +64,17 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Oracle]:
     yield recorded(monkeypatch, 0.8)
 
 
-def test_blocks_are_those_of_the_reference(tmp_path: Path, oracle: Oracle) -> None:
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [({}, (None, None)), (SECOND, (WINDOW, None)), (DSPARK, (None, None))],
+    ids=["DFlash", "DFlash 2", "DSpark"],
+)
+def test_blocks_are_those_of_the_reference(
+    fields: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path, oracle: Oracle
+) -> None:
     """Prompts go in chunks; drafts are accepted and rejected; sequences are preempted; steps
     without drafts are computed, too."""
-    weights = make_dflash(tmp_path)
+    weights = make_dflash(tmp_path, **fields)
     prompts, params = work()
     expected = llm_of(None).generate(prompts, params)
     oracle.tell(expected)
@@ -89,7 +96,7 @@ def test_blocks_are_those_of_the_reference(tmp_path: Path, oracle: Oracle) -> No
     embeddings, output = (
         np.array(module.weight) for module in (model.model.embed_tokens, model.lm_head)
     )
-    reference = Reference(weights, embeddings, output)
+    reference = Reference(weights, embeddings, output, windows)
     for tokens, row, draft in rng.sample(oracle.made, 30):
         states = states_of(model, tokens[:-1], PLACES)
 
@@ -97,8 +104,9 @@ def test_blocks_are_those_of_the_reference(tmp_path: Path, oracle: Oracle) -> No
         assert tuple(found) == draft.tokens
 
 
-def test_penalties_and_grammars(tmp_path: Path) -> None:
-    make_dflash(tmp_path)
+@pytest.mark.parametrize("fields", [{}, DSPARK], ids=["DFlash", "DSpark"])
+def test_penalties_and_grammars(fields: dict[str, Any], tmp_path: Path) -> None:
+    make_dflash(tmp_path, **fields)
     prompts, params = work(repetition_penalty=1.3)
     _, limited = work(structured_outputs={"regex": "[a-z]{1,9}"})
     prompts, params = prompts * 2, [*params, *limited]
@@ -114,12 +122,10 @@ def test_penalties_and_grammars(tmp_path: Path) -> None:
     [
         ({}, {"num_speculative_tokens": 5}, "num_speculative_tokens.*at most 4"),
         ({"hidden_size": 32}, {}, "hidden_size is 64 and not 32"),
-        ({"layer_types": ["sliding_attention"] * 2}, {}, "layer_types must be full_attention"),
-        (
-            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1], "selector_rank": 8}},
-            {},
-            "DFlash 2, which is not supported",
-        ),
+        ({"layer_types": ["sliding_attention"] * 2}, {}, "sliding_window is missing"),
+        ({**SECOND, "is_causal": True}, {}, "is_causal must be False but is True"),
+        ({**DSPARK, "markov_head_type": "rnn"}, {}, "markov_head_type must be vanilla but is rnn"),
+        ({**DSPARK, "dspark_bonus_anchor": True}, {}, "num_speculative_tokens.*at most 3"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(

@@ -8,13 +8,16 @@ and a mask token for each draft. All rows of a block see each other::
     features     h2 h3                   the model's hidden states; keys and values are made of them
     drafts                 f  g
 
-The block's keys and values are overwritten once the model has computed these positions.
+The block's keys and values are overwritten once the model has computed these positions. Some heads
+draft from the newest token's row on, with one mask less. In others each draft depends on the one
+before: then the block's states come back, and drafts are drawn from them one after another.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
@@ -22,23 +25,31 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.core import StepBatch
 from mlx_paged.core.kv.tree import TOKEN_TYPE
-from mlx_paged.engine.runner import ModelRunner
-from mlx_paged.engine.sampling.logits_processors import LogitEdits
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.sampling.logits_processors import (
+    GrammarMasks,
+    LogitEdits,
+    apply_edits,
+    has_grammars,
+    make_grammar_masks,
+)
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
-from mlx_paged.engine.sampling.sampler import SamplingMetadata
+from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.drafter import Wanted
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.rounds import Member, draft_settings
 from mlx_paged.engine.step_columns import edits_of
+from mlx_paged.model.draft_heads.chains import Chain
+from mlx_paged.model.draft_heads.dflash import DFlashHead
 
 
 class BlockDrafter(HeadDrafter):
     """Drafts with a head for blocks.
 
     Args:
-        mask_token_id: Stands for a draft.
+        head: What `runner` runs.
         num_tokens: See `HeadDrafter`.
     """
 
@@ -51,13 +62,13 @@ class BlockDrafter(HeadDrafter):
         *,
         max_model_len: int | None,
         num_tokens: int,
-        mask_token_id: int,
+        head: DFlashHead,
     ) -> None:
         super().__init__(runner, masks, max_model_len=max_model_len, num_tokens=num_tokens)
         # Each row of a block sees the later ones.
         runner.splits_drafts = False
         self._masks = masks
-        self._mask_token_id = mask_token_id
+        self._head = head
 
     def _compute(self, wanted: dict[int, Wanted]) -> dict[int, Draft]:
         """See `HeadDrafter`."""
@@ -72,28 +83,73 @@ class BlockDrafter(HeadDrafter):
         launched = self.runner.launch(batch, None, features, bounds=_bounds(batch, members))
         if not any(member.max_drafts for member in members):
             return {}
-        mx.eval(launched.reported)
-        sampled = iter(np.array(launched.reported).tolist())
+        if self._head.chain is None:
+            mx.eval(launched.reported)
+            sampled = iter(np.array(launched.reported).tolist())
+            for member in members:
+                member.drafts = [next(sampled) for _ in range(member.max_drafts)]
+        else:
+            self._draw(self._head.chain, batch, members, launched)
         found = {}
         for member in members:
-            member.drafts = [next(sampled) for _ in range(member.max_drafts)]
             seq = member.seq
             drafts = seq.sampler.legal(seq.tokens, member.usable) if member.usable else ()
             if drafts:
                 found[seq.seq_id] = Draft(len(seq.tokens), drafts, self.kind(seq))
         return found
 
+    def _draw(
+        self, chain: Chain, batch: StepBatch, members: Sequence[Member], launched: LaunchedStep
+    ) -> None:
+        """Draws the drafts of all blocks, one position after another."""
+        assert launched.hidden is not None
+        # Sequences with many drafts come first: a round has the first ones.
+        drawing = [
+            (member, end - member.max_drafts)
+            for member, end in zip(members, np.cumsum(batch.query_lens).tolist())
+            if member.max_drafts
+        ]
+        drawing.sort(key=lambda each: -each[0].max_drafts)
+        settings = self._sampling([member for member, _ in drawing])
+        firsts = np.cumsum([0, *(member.max_drafts for member, _ in drawing)])
+        newest = [member.seq.tokens[-1] for member, _ in drawing]
+        [before] = ops.upload(np.array(newest, dtype=np.int32))
+        found: list[mx.array] = []
+        for number in range(drawing[0][0].max_drafts):
+            now = [each for each in drawing if each[0].max_drafts > number]
+            [rows] = ops.upload(np.array([row + number for _, row in now], dtype=np.int32))
+            states = launched.hidden[rows]
+            own = settings.take((firsts[: len(now)] + number).tolist())
+            logits = chain.step(self._head.logits_of(states), states, before[: len(now)])
+            sampled = sample(self._edited(logits, own), own, platform=self.runner.model.platform)
+            before = sampled.tokens
+            found.append(sampled.for_host(None))
+        mx.eval(*found)
+        for tokens in found:
+            for (member, _), token in zip(drawing, np.array(tokens).tolist()):
+                member.drafts.append(token)
+
+    def _edited(self, logits: mx.array, settings: SamplingMetadata) -> mx.array:
+        """Applies the edits of some rows."""
+        grammars: Future[GrammarMasks] | None = None
+        if has_grammars(settings.edits):
+            grammars = Future()
+            grammars.set_result(make_grammar_masks(settings.edits, None, self._masks))
+        return apply_edits(logits, settings.edits, None, grammars, self._masks).logits
+
     def _batch(self, members: Sequence[Member]) -> StepBatch:
         count = len(members)
         token_ids, lens = array(TOKEN_TYPE), array("q")
+        config = self._head.config
         for member in members:
             num_context, num_drafts = len(member.token_ids), member.max_drafts
             token_ids.extend([0] * num_context)
+            num_masks = num_drafts - config.drafts_from_newest
             if num_drafts:
                 token_ids.append(member.seq.tokens[-1])
-                token_ids.extend([self._mask_token_id] * num_drafts)
-            lens.append(num_context + (1 + num_drafts if num_drafts else 0))
-        samples = [member.max_drafts > 0 for member in members]
+                token_ids.extend([config.mask_token_id] * num_masks)
+            lens.append(num_context + (1 + num_masks if num_drafts else 0))
+        samples = [member.max_drafts > 0 and not config.chains for member in members]
         batch = StepBatch(
             seq_ids=[member.seq.seq_id for member in members],
             token_ids=token_ids,
@@ -131,21 +187,23 @@ class BlockDrafter(HeadDrafter):
 def _features(
     batch: StepBatch, members: Sequence[Member], hidden: mx.array, firsts: Sequence[int]
 ) -> mx.array:
-    """``[num_tokens, width + 1]``: the states of context rows and 1; zeros for a block's rows.
+    """``[num_tokens, width + 1]``, see `DFlashHead`.
 
     Args:
         firsts: Row of each sequence's first state in `hidden`.
     """
     num_states, width = hidden.shape
     source = np.full(len(batch.token_ids), num_states, dtype=np.int32)  # a row of zeros
-    for begin, first, member in zip(batch.begins(), firsts, members):
+    marks = np.empty((len(batch.token_ids), 1), dtype=np.float32)
+    lens = batch.query_lens
+    for begin, length, first, member in zip(batch.begins(), lens, firsts, members):
         count = len(member.token_ids)
         source[begin : begin + count] = np.arange(first, first + count)
-    ones = mx.ones((num_states, 1), hidden.dtype)
-    zeros = mx.zeros((1, width + 1), hidden.dtype)
-    table = mx.concatenate([mx.concatenate([hidden, ones], axis=1), zeros])
-    [rows] = ops.upload(source)
-    return table[rows]
+        marks[begin : begin + count] = 1
+        marks[begin + count : begin + length, 0] = -np.arange(length - count)
+    table = mx.concatenate([hidden, mx.zeros((1, width), hidden.dtype)])
+    rows, marked = ops.upload(source, marks)
+    return mx.concatenate([table[rows], marked.astype(hidden.dtype)], axis=1)
 
 
 def _bounds(batch: StepBatch, members: Sequence[Member]) -> np.ndarray:

@@ -98,11 +98,13 @@ class SpeculativeConfig:
             method = "ngram" if is_ngram else "suffix"
             if self.model is not None:
                 name = str(self.model).lower() if _is_path(self.model) else ""
-                named = (kind for kind in ("eagle3", "dflash") if kind in name)
+                named = (kind for kind in ("eagle3", "dflash", "dspark") if kind in name)
                 method = next(named, "draft_model")
             self._set("method", method)
         if isinstance(method, str) and method.endswith("_mtp"):  # vLLM's names by family
             self._set("method", method := "mtp")
+        if method == "dspark":  # Its files say which it is.
+            self._set("method", method := "dflash")
         expected = f"{' or '.join(map(repr, METHODS))}"
         if method in _NOT_YET:
             expected += f" ({method!r} is not supported yet)"

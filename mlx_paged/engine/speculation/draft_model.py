@@ -226,9 +226,9 @@ def make_dflash(
         ("vocab_size", target.vocab_size, config.vocab_size),
         ("hidden_size", size, config.hidden_size),
     )
-    most, projection = config.block_size - 1, paged.output_projection
+    most, projection = config.max_drafts, paged.output_projection
     if options.max_drafts > most:
-        expected = f"at most {most} for {name}, which drafts blocks of {config.block_size}"
+        expected = f"at most {most} for {name}, whose blocks have no more drafts"
         field = "speculative_config.num_speculative_tokens"
         raise InvalidParameterError(field, expected, options.max_drafts)
     if projection is None:
@@ -238,14 +238,17 @@ def make_dflash(
     _tap(paged, config.places, target, name)
     widen = partial(_of_width, width=target.vocab_size)
     runner = ModelRunner(
-        page_head(head, paged, None), masks=masks, orders_all=True, to_vocabulary=widen
+        page_head(head, paged, FINAL if config.chains else None),
+        masks=masks,
+        orders_all=True,
+        to_vocabulary=widen,
     )
     return BlockDrafter(
         runner,
         masks,
         max_model_len=max_model_len,
         num_tokens=target.vocab_size,
-        mask_token_id=config.mask_token_id,
+        head=head,
     )
 
 
