@@ -19,7 +19,7 @@ import pytest
 import mlx_paged
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-# What the programs printed, shortened.
+# The output of the programs, shortened.
 BENCH_LINE = (
     '{"n_kv_max": 1024, "flash_attn": 1, "pp": 64, "tg": 8, "pl": 4, "t_pp": 0.105, '
     '"speed_pp": 607.5, "t_tg": 0.233, "speed_tg": 137.04, "t": 0.339, "speed": 849.5}'

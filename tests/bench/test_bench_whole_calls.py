@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-# Of the parts that differ in what they do, the smallest workload.
+# The smallest workload of each kind.
 RUN = """
 import json, whole_calls
 options = ["--tiny", "--no-save", "--workload", "1 x 1024", "8 x 1024", "1 x 8192", "--only"]

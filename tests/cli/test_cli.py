@@ -1,4 +1,4 @@
-"""What holds for every verb: help, exit status, errors in a line, completion."""
+"""Tests every verb: help, exit status, one-line errors, completion."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def interrupt_in_the_middle(
 
 
 def choices(answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What was answered, without moments, and without what the prefix cache happened to hold."""
+    """The answers without times, and without what depends on the prefix cache."""
     return {name: answer["response"]["body"]["choices"] for name, answer in answers.items()}
 
 

@@ -66,7 +66,7 @@ def test_lines_say_what_their_answers_are(tmp_path: Path) -> None:
     }
 
     def texts(name: str) -> list[str]:
-        """Of the answers that were not cut."""
+        """Counts answers that were not cut."""
         choices = answers[name]["body"]["choices"]
         ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
         return [c["text"] if "text" in c else c["message"]["content"] for c in ended]

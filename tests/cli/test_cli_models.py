@@ -54,7 +54,7 @@ def hub() -> Iterator[FakeHub]:
 
 @dataclass
 class Done:
-    """What a command printed, and its exit status."""
+    """The output and exit status of a command."""
 
     status: int
     stdout: str

@@ -1,4 +1,4 @@
-"""What a person at a real terminal sees."""
+"""Tests the command line in a pseudo-terminal."""
 
 from __future__ import annotations
 

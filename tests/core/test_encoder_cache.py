@@ -71,7 +71,7 @@ class Book:
 def test_a_step_encodes_within_its_budget() -> None:
     book = Book(capacity=100)
     assert book.build(media(("a", 4), ("b", 4), ("c", 1)), media(("d", 1))) == ([2, 0], ["a", "b"])
-    # What is there, or made in this very step, costs nothing.
+    # Items that are cached, or encoded in this very step, cost nothing.
     book.commit()
     assert book.build(media(("a", 4), ("c", 8)), media(("c", 8), ("b", 4))) == ([2, 2], ["c"])
     stats = book.cache.stats

@@ -1,4 +1,4 @@
-"""What is worth writing to disk, and when."""
+"""Tests which content is written to disk, and when."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_there_is_no_hit_between_snapshots() -> None:
     kv.free(1)
     assert kv.match(list(range(17))).num_tokens(4) == 16
     assert kv.match(list(range(16))).num_tokens(4) == 0  # 15 at most, and there is none before 16
-    # Who departs from a known prefix without a state leaves one there.
+    # A sequence that leaves a known prefix where no state is stored stores one there.
     assert kv.compute(2, [*range(9), *range(50, 58)])[0] == 0
     assert kv.compute(3, [*range(8), *range(60, 63)])[0] == 8
 

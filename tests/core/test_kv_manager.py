@@ -179,7 +179,7 @@ def test_what_a_sequence_has_computed_is_reused_to_the_token_after_its_end(lengt
     assert kv.compute(2, [*tokens, 7, 8, 9]) == length
     kv.free(2)
     kv.check_integrity()
-    # What the first one left is in the blocks of the second: nothing is kept twice.
+    # The second sequence shares the first one's blocks: nothing is kept twice.
     assert kv.usage.num_cached_blocks == kv.usage.num_indexed_blocks == -(-(length + 3) // 4)
 
 

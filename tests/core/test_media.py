@@ -252,7 +252,7 @@ def test_ids_that_are_all_given_out_begin_anew(overlap: bool) -> None:
     engine.run()
     check_outputs(engine, *requests)
     assert engine.scheduler.kv.counters.num_resets >= 2
-    # Where unfinished requests hold them all, there are too many of those.
+    # If unfinished requests hold all ids, new items are refused.
     for i in range(3):
         engine.scheduler.add(asked(f"new{i}", picture(f"new{i}", 0)))
     with pytest.raises(EngineOverloadedError):

@@ -29,7 +29,7 @@ def test_every_reason() -> None:
     assert (miss.reason, miss.num_shared_tokens) == (MissReason.EVICTED, 70)
     assert note(history, A, salt="a").reason is MissReason.SALT
     assert note(history, A, adapter="lora").reason is MissReason.ADAPTER
-    # What was seen under the same salt says more.
+    # A match under the same salt explains more.
     assert note(history, A, salt="a").reason is MissReason.EVICTED
     history.has_other_formats = True
     assert note(history, [7] * 40).reason is MissReason.FORMAT

@@ -109,7 +109,7 @@ def test_a_search_goes_on_where_it_stood():
     tree.move_tip(tables, None)
     more = insert(tree, "aabbcc", 1)
     assert tree.match(query).num_full_blocks == 3
-    # What it stands on is evicted: it climbs to what is left, and finds what comes back.
+    # Its parent is evicted: the tip moves up to what is left, and the prefix can be inserted again.
     last = more.tip
     tree.move_tip(more, None)
     evict(tree, last)
@@ -282,7 +282,7 @@ def test_a_long_search_starts_where_an_equal_one_has_come_to(monkeypatch):
     # Other salts have other nodes.
     index(tree, tokens[:120], "a")
     assert depth(tokens, "a") == 30 and depth(tokens, "b") == 0
-    # What is no longer indexed is not found.
+    # Blocks that left the index are not found.
     tree.clear()
     assert depth(tokens) == 0 and tree._long_searches == []
 

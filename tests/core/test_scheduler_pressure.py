@@ -310,7 +310,7 @@ def test_a_blocked_head_is_tried_again_when_more_of_its_prompt_is_cached() -> No
     running = request("running", list(range(40)), 20)
     scheduler.add(running)
     engine.step()
-    # What the running one has generated is part of its prompt: block by block it needs less.
+    # Generated tokens become part of a preempted prompt, so it needs fewer blocks.
     answer = generate(list(range(40)), 20, frozenset())
     waiting = request("waiting", [*range(40), *answer[:16], 1, 2, 3, 4, *range(300, 314)], 2)
     scheduler.add(waiting)

@@ -308,7 +308,7 @@ def test_another_answer_is_forked_when_the_first_has_ended():
 
 
 def test_the_answers_of_a_request_do_not_look_for_each_other(monkeypatch):
-    """What finds the one to fork is asked of all siblings only when the last one is lost."""
+    """All siblings are searched for one to fork only when the last known one is lost."""
     engine = engine_with(max_num_seqs=50, max_num_batched_tokens=2000)
     asked = 0
     may_be_forked = engine.scheduler._sharing._may_be_forked

@@ -1,4 +1,4 @@
-"""What doctor says of installations and machines with a known fault, and of those without one."""
+"""Tests the findings of `doctor` on sound installations and on machines with a known fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models fit: published parameter counts, the engine's own rule, measured activations."""
+"""Tests which models fit: published sizes, the engine's own rule, measured activations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 BY_NAME = {shape.name: shape for shape in MODELS}
 
 
-# What the shapes leave out: a tied output projection, biases and norms of heads, experts.
+# Differences the shapes cannot show: tied output projections, biases and norms of heads, experts.
 TIED = {"embedded model", "Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-4B"}
 EXPERTS = {"Qwen3-30B-A3B": 128}
 

@@ -175,8 +175,8 @@ def test_copies_part_ways_when_they_are_written(model) -> None:
         theirs = plain_caches(model)
         last_logits(model, head + tail, theirs)
         assert mx.allclose(caches[3].keys, theirs[3].keys_and_values()[0], atol=1e-4)
-    # Of the three blocks, the trimmed copy has the first in common with the others; these share two
-    # and have the last one each for itself.
+    # The trimmed copy shares the first of three blocks with the others; these share the first two,
+    # and each has a last one of its own.
     assert drop_in.stats(model).num_used_blocks == used + 3
     del original, copies, caches
     assert drop_in.stats(model).num_used_blocks == 0

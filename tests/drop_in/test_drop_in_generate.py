@@ -51,7 +51,7 @@ def chat(request: str, system: str | None = None) -> list[int]:
 
 
 def tokens_of(model: nn.Module, prompt: list[int], **options: Any) -> list[int]:
-    """What `generate_step`, looked up as a program would, answers."""
+    """Tokens of `generate_step`, imported the way a program does."""
     options.setdefault("max_tokens", 24)
     return [t for t, _ in mlx_lm_generate.generate_step(mx.array(prompt), model, **options)]
 
@@ -88,7 +88,7 @@ def test_a_prompt_is_computed_once(model) -> None:
     first = tokens_of(model, prompt)
     assert drop_in.stats(model).num_cached_tokens == 0
     assert tokens_of(model, prompt) == first
-    # Of what is there only the last token of a prompt is computed again.
+    # Only the last token of a cached prompt is computed again.
     assert drop_in.stats(model).num_cached_tokens == len(prompt) - 1
     assert tokens_of(model, prompt, max_tokens=40)[:24] == first
     assert tokens_of(model, prompt) == first
@@ -197,7 +197,7 @@ def test_input_embeddings_share_nothing(model) -> None:
     expected = dense(tokens_of, model, prompt)
     expected_of_other = dense(tokens_of, model, prompt, input_embeddings=other)
     assert expected != expected_of_other
-    # What is computed from embeddings is not taken for the tokens' own, nor the other way round.
+    # KV computed from embeddings never matches tokens, nor the other way round.
     for _ in range(2):
         assert tokens_of(model, prompt, input_embeddings=other) == expected_of_other
         assert tokens_of(model, prompt) == expected
@@ -356,7 +356,7 @@ def test_speculative_decoding(model, draft, num_draft_tokens) -> None:
     caches = mlx_lm_cache.make_prompt_cache(model) + mlx_lm_cache.make_prompt_cache(draft_model)
     assert speculated(prompt_cache=caches) == expected
     integrity(model, draft_model)
-    # What was speculated and refused has left nothing behind.
+    # Rejected drafts leave nothing behind.
     assert tokens_of(model, prompt, max_tokens=30) == expected[0]
 
 

@@ -103,8 +103,8 @@ def test_answers_of_a_batch_are_those_of_single_runs(module, model, recwarn) -> 
     assert not [w for w in recwarn if "mlx_paged" in str(w.message)]
 
 
-# What follows does not depend on the family but on what it keeps: states beside attention, states
-# alone, both in one layer's list, a window, a state of integers that grows with the first tokens.
+# One family for each kind of cache: states beside attention, states alone, both in one layer's
+# list, a window, a state of integers that grows with the first tokens.
 KINDS = ["jamba", "mamba", "falcon_h1", "recurrent_gemma", "longcat_flash_ngram"]
 HYBRID = pytest.mark.parametrize("module", ["jamba"])
 kinds = pytest.mark.parametrize("module", KINDS)
@@ -149,7 +149,7 @@ def test_the_next_turn_finds_the_answer(module, model, in_batch) -> None:
     turn = [*prompt, *answer, *TEXT[50:60]]
     assert tokens_of(model, turn) == plain_tokens(model, turn)
     assert known_tokens(model) == 64
-    # Of an answer only the newest state is kept.
+    # Only the newest state of an answer is kept.
     [store] = stores_of(model)
     assert len(store.snapshots) == 2  # (the other is that of `turn`, whose prompt has 90 tokens)
 
@@ -354,7 +354,7 @@ def test_states_that_do_not_fit_are_refused(module, model) -> None:
     tokens_of(model, TEXT[:5], prompt_cache=(caches := mlx_lm_cache.make_prompt_cache(model)))
     with pytest.raises(ValueError, match="batch must be 1"):
         caches[0].cache = [mx.zeros((2, *shape)) for shape in shapes]
-    # What was read is the reader's own.
+    # A reader owns the arrays it read.
     state = caches[0][0]
     state += 1
     assert not mx.array_equal(caches[0][0], state)
@@ -423,7 +423,7 @@ def test_sequences_come_and_go_and_their_caches_too(module, model) -> None:
     gone = answers.pop(0)
     assert gone == expected[0][: len(gone)] and len(gone) < 12
     assert list(answers.values()) == expected[1:]
-    # What was taken out continues where it was.
+    # An extracted cache continues where it was.
     for cache, tokens in [*caches.values(), (last[3].prompt_cache, last[3].all_tokens)]:
         assert tokens_of(model, [7, 8], prompt_cache=cache) == plain_tokens(model, [*tokens, 7, 8])
     integrity(model)

@@ -85,14 +85,14 @@ WAYS = (generated, streamed, batched, with_own_cache)
 
 @lru_cache
 def plain_answers(model_type: str = "llama", seed: int = 0) -> dict[Any, Any]:
-    """What each way answers to each prompt without the drop-in."""
+    """The answers of each way to each prompt without the drop-in."""
     model = tiny_model(tiny_config(model_type), seed=seed)
     with plain_mlx_lm():
         return {(way, i): way(model, i) for way in WAYS for i in range(len(PROMPTS))}
 
 
 def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each returns, or the exception that ended it; all begin together."""
+    """Starts all functions together; returns each one's result or exception."""
     begin = threading.Barrier(len(works))
     results: list[Any] = [None] * len(works)
 

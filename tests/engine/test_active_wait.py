@@ -25,7 +25,7 @@ needs_linux = pytest.mark.skipif(
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of an `ActiveWait` as on a GPU, what each of its waits will return; popped from the end."""
+    """The results of the waits of an `ActiveWait` as on a GPU; popped from the end."""
     results: list[bool] = []
     monkeypatch.setattr(active_wait, "usable_cpus", lambda: 8.0)
     monkeypatch.setattr(runtime, "wait_actively", lambda array, seconds: results.pop())

@@ -63,7 +63,7 @@ def engine() -> Iterator[AsyncEngine]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    """What the synchronous engine answers to `PROMPT`, 200 tokens long."""
+    """The synchronous engine's answer to `PROMPT`, 200 tokens long."""
     engine = Engine(load(), EngineConfig(**OPTIONS))
     output = engine.add_request("0", PROMPT, params(200))
     while engine.has_unfinished:

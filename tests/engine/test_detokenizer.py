@@ -220,7 +220,7 @@ def test_examples(text: str, stops: list[str], head: str, matched: str | None) -
 
 
 def test_the_earliest_of_the_matches_of_one_token_wins() -> None:
-    """Where one token completes several stop strings, the text is cut at the first of them."""
+    """If one token completes several stop strings, the text is cut at the first of them."""
     tokenizer = embedded().tokenizer
     [token] = [t for t in encode("x\n    return") if tokenizer.decode([t]).strip() == "return"]
     for stops in (["urn", "et"], ["et", "urn"]):

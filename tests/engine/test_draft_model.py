@@ -200,7 +200,7 @@ def test_its_pools_are_part_of_the_memory() -> None:
 
 
 def alone(model: Any, tokens: Sequence[int], row: SamplingRow, count: int) -> list[int]:
-    """What a model continues with, on mlx-lm's own cache."""
+    """A model's continuation on mlx-lm's own cache."""
     cache, known, answer = plain_caches(model), list(tokens), []
     for number in range(count):
         logits = model(mx.array([known]), cache=cache)[0, -1:]

@@ -203,7 +203,7 @@ class WritesOutside:
 
 @OVERLAP
 def test_a_graph_that_cannot_be_evaluated_is_dropped(expected, overlap, monkeypatch) -> None:
-    """What a failed step did to the pools' handles would fail every step after it."""
+    """If a failed step damaged the pools' handles, every later step would fail."""
     monkeypatch.setenv("MLX_PAGED_CHECK", "1")
     engine = make_engine(async_scheduling=overlap)
     runner = runner_of(engine)

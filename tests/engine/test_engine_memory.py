@@ -42,7 +42,7 @@ def test_the_pool_gets_what_weights_and_activations_leave(monkeypatch) -> None:
     machine = {"device": 100, "available": 100, "weights": 20, "activations": 15}
     config = EngineConfig(gpu_memory_utilization=0.5)
     assert sized(monkeypatch, config, **machine) == (15, 15)
-    # Where other programs have the memory, utilisation is of what is left.
+    # If other programs hold the memory, utilization is a share of the rest.
     assert sized(monkeypatch, config, **{**machine, "available": 40}) == (5, 15)
     assert sized(monkeypatch, config, **{**machine, "weights": 80}) == (0, 15)
 
@@ -76,7 +76,7 @@ def test_too_small_a_share_is_refused_with_the_numbers() -> None:
 
 
 def share_of_the_rest() -> float:
-    """Of the memory, with what other tests of this process keep."""
+    """A memory utilization that allows for the arrays of other tests in this process."""
     gc.collect()
     return min(0.95, 0.4 + mx.get_active_memory() / memory.physical_memory())
 
@@ -206,7 +206,7 @@ def test_memory_and_live_arrays_are_flat(overlap) -> None:
             samples.append((mx.get_active_memory(), memory.live_arrays()))
     active, arrays = zip(*samples[1:])
     assert max(arrays) - min(arrays) == 0
-    # What may grow: 16 tables of at most 88 blocks, and on a GPU up to four pieces of each context
+    # Allowed growth: 16 tables of at most 88 blocks, and on a GPU up to four pieces of each context
     # and how they are joined, in at most two steps. (CUDA's buffers are powers of two.)
     assert max(active) - min(active) <= 2 * 2 * 16 * (88 + 4 * 6 + 4) * 4
     assert engine.stats().pool_copies == copies

@@ -118,7 +118,7 @@ def test_other_requests_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_evictions_copy_little_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is copied ahead comes back; the step that evicts it copies nothing."""
+    """Content copied ahead is restored; the step that evicts it copies nothing."""
     monkeypatch.setattr(offloading, "_EVICT_STEP_BYTES", 0)
     engine = LLM(
         hash_model(), block_size=8, num_gpu_blocks_override=40, kv_offloading_size=0.1

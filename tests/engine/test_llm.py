@@ -172,7 +172,7 @@ def test_sharing_holds_to_the_token_while_a_request_runs(llm: LLM) -> None:
 
 
 def test_a_preempted_request_resumes_where_it_was(llm: LLM) -> None:
-    """What it computed in its last block is not computed again, if nobody took the block."""
+    """The tokens of its last block are not computed again unless the block was reused."""
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=30, ignore_eos=True)
     text = tokens_of(PROMPTS[12])[:50]
     [expected] = llm.generate(text, params)
@@ -307,7 +307,7 @@ def test_a_prompt_that_no_pool_could_hold_is_refused() -> None:
     with pytest.raises(RequestTooLargeError) as caught:
         llm.generate([[5] * 20], GREEDY)
     assert caught.value.limited_by == "kv_cache"
-    # What just fits is served, to the last slot.
+    # A request that just fits is served, to the last slot.
     prompt = tokens_of(PROMPT)[:13]
     [output] = llm.generate([prompt], GREEDY)
     assert output.outputs[0].token_ids == dense_greedy(prompt, NUM_TOKENS)

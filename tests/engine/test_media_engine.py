@@ -515,7 +515,7 @@ def test_options_are_checked(name: str, value: Any) -> None:
         EngineConfig(**{name: value})
 
 
-# What a step is given.
+# The media of a step.
 
 
 def _sequence(seq_id: int, prompt: MediaPrompt, spans: list[MediaSpan]) -> CoreSequence:
@@ -708,7 +708,7 @@ def test_memory_of_larger_items_follows_from_that_of_smaller_ones() -> None:
     assert found({256: 256 * 7, 1024: 1024 * 7}, 16384) == 16384 * 7
     need = lambda rows: 1000 * rows + 3 * rows**2  # noqa: E731
     assert found({256: need(256), 1024: need(1024)}, 16384) == pytest.approx(need(16384))
-    # What every item needs is not taken for what grows; what only the larger needs, not for a cube.
+    # Memory that every item needs is no growth, and memory of larger items is no cube.
     assert found({256: 10_000, 1024: 10_100}, 2048) == pytest.approx(20_200)
     assert found({256: 0, 1024: 1024}, 2048) == pytest.approx(4096)
     assert found({576: 99}, 5000) == pytest.approx(99 * 5000 / 576)

@@ -107,7 +107,7 @@ def test_one_permitted_token_is_the_one_that_comes(engine: Engine, way: str) -> 
 
 
 def test_words_of_several_tokens_may_leave_nothing(engine: Engine) -> None:
-    """Which the parameters do not show: the only token is banned after itself."""
+    """The parameters cannot show this: the only permitted token is banned after itself."""
     tokenizer = embedded().tokenizer
     token, text = next(
         (token, text)

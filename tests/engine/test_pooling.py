@@ -56,7 +56,7 @@ OPTIONS: dict[str, Any] = {
     "kv_cache_memory": 1 << 24,
     "max_num_batched_tokens": 48,  # chunks of prompts end anywhere
 }
-# Of the numbers of a vector of length 1: float32 forwards whose products are summed differently.
+# For components of unit vectors: float32 forwards with different orders of summation.
 TOLERANCE = 1e-5
 RAW = PoolingParams(normalize=False)
 LAST, MEAN = {"pooling_type": "LAST"}, {"pooling_type": "MEAN"}
@@ -461,7 +461,7 @@ def test_auto_is_what_the_files_of_the_model_say(tmp_path, pooling, kinds, wante
     config = EngineConfig().for_model(path, {})
     assert config.runner == "pooling" and config.pooler is not None
     assert (config.pooler.pooling_type, config.pooler.normalize) == wanted
-    # What is given comes first; the runner too.
+    # An option given by the user overrides the checkpoint's, the runner's too.
     given = EngineConfig(pooler_config={"pooling_type": "LAST", "normalize": False})
     chosen = given.for_model(path, {}).pooler
     assert chosen is not None and (chosen.pooling_type, chosen.normalize) == ("LAST", False)
@@ -533,7 +533,7 @@ def reranker(words: tuple[str, str]) -> Iterator[LLM]:
 
 
 def probability(tokens: list[int]) -> float:
-    """Of token 700 against 400, by mlx-lm's logits."""
+    """The probability of token 700 against 400, by mlx-lm's logits."""
     logits = dense_logits(embedded().model, [tokens]).astype(np.float64)
     return float(np.exp(logits[700]) / (np.exp(logits[400]) + np.exp(logits[700])))
 

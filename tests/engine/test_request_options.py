@@ -1,4 +1,4 @@
-"""What callers give with a request is checked where it enters: nothing of it ends the engine."""
+"""Tests that options of a request are checked on entry: no value ends the engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HOSTILE: list[Any] = [
     *(np.float32(0.5), np.array([1.5]), np.array(3), np.array([[1, 2]]), mx.array([0.5]), len),
 ]
 
-# Of each option of `Engine.add_request`, values that are refused.
+# Invalid values of each option of `Engine.add_request`.
 REFUSED: dict[str, list[Any]] = {
     "request_id": [None, 3, ["a"], b"a"],
     "prompt_token_ids": [

@@ -210,7 +210,7 @@ def test_copies_come_before_the_writes_of_the_step(
 
 
 def test_a_copy_is_a_copy(model: nn.Module, driver: StepDriver, rng: np.random.Generator) -> None:
-    """What the copy writes does not reach its source, in any layer's keys or values."""
+    """Writing to a copy does not change its source, in any layer's keys or values."""
     driver.step({"owner": random_tokens(rng, 13)})
     source = driver.sequences["owner"].blocks[1]
     before = [(np.array(c.key_pool[source]), np.array(c.value_pool[source])) for c in driver.caches]

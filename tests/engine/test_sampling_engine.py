@@ -167,7 +167,7 @@ def test_bad_words_do_not_come(llm: LLM) -> None:
     [output] = llm.generate(PROMPT, params)
     assert output.outputs[0].token_ids != usual
     assert "isinstance" not in output.outputs[0].text
-    # Of several tokens: two that follow each other in the usual answer.
+    # Two consecutive tokens of the usual answer.
     pair = embedded().tokenizer.decode(usual[5:8])
     word = tokens_of(pair.lstrip())
     [avoiding] = answers(llm, PROMPT, greedy(bad_words=[pair], max_tokens=24))

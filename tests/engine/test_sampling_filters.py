@@ -167,7 +167,7 @@ def nucleus_in_float64(logits: np.ndarray, top_p: float, floor: float) -> float:
 def test_the_nucleus_of_a_large_vocabulary_is_exact(
     rng: np.random.Generator, dtype: type, scale: float
 ) -> None:
-    """Where a sum of float32 would lose the edge, and where half the logits are equal."""
+    """Edges that a float32 sum would lose, and half of the logits equal."""
     logits = (rng.normal(size=(12, 100_003)) * scale).astype(dtype).astype(np.float32)
     logits[::2, ::3] = -np.inf
     logits -= logits.max(axis=1, keepdims=True)

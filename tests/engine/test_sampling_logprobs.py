@@ -192,7 +192,7 @@ def test_of_a_prompt_of_one_token(llm: LLM) -> None:
 
 
 def test_a_request_that_takes_an_aborted_ones_id(llm: LLM) -> None:
-    """What the aborted one's step in flight still brings is not the new one's."""
+    """The step in flight of an aborted request does not report into the new one."""
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
     engine.add_request("x", embedded().tokenizer.encode(PROMPTS[0]), params)

@@ -248,14 +248,14 @@ def test_end_and_stop_tokens_are_banned_until_min_tokens(rng: np.random.Generato
         result = edited(logits, [row_for(params, [1] * count)])[0]
         banned = np.flatnonzero(np.isneginf(result)).tolist()
         assert banned == (ends if count < 3 else [])
-        # How many there are is known even if the newest token is not.
+        # The count is known even if the newest token is not.
         if count:
             flying = edited(logits, [row_in_flight(params, [1] * count)], [1])[0]
             np.testing.assert_array_equal(flying, result)
 
 
 def banned_after(params: SamplingParams, answer: list[int]) -> set[int]:
-    """What may not follow an answer, the same whether its last token is in flight or not."""
+    """The same tokens are banned after an answer whether its last token is in flight or not."""
     logits = np.zeros((1, VOCAB_SIZE), np.float32)
     banned = np.isneginf(edited(logits, [row_for(params, answer)])[0])
     if answer:

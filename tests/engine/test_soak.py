@@ -32,7 +32,7 @@ NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "30000"))
 
 @dataclass
 class Day:
-    """What a run has seen."""
+    """Counts of a run."""
 
     tokens: int = 0
     finished: int = 0
@@ -103,7 +103,7 @@ async def spend(engine: AsyncEngine, day: Day, until: int, seed: int) -> None:
 
 
 async def leftovers(engine: AsyncEngine) -> dict[str, int]:
-    """What there is when nobody wants anything."""
+    """The resources of an idle engine."""
 
     def look(inner: Engine) -> dict[str, int]:
         return {**leftovers_of(inner), "readers": len(engine._thread._sleepers)}

@@ -202,7 +202,7 @@ def test_nothing_is_drafted_while_prompts_fill_the_step() -> None:
 def priced(
     rounds: StepCosts, *, num_missing: int = 1, at_once: bool = False
 ) -> tuple[list[Any], Any]:
-    """What a drafter with a price is asked for, and the speculator."""
+    """The speculator, and the requests to a drafter with a price."""
     asked: list[Any] = []
     drafter = Always(8, 1)
     drafter.price = SimpleNamespace(

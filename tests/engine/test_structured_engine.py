@@ -300,7 +300,7 @@ def test_a_token_mask_and_a_grammar(llm: LLM) -> None:
 # --- Exceptions -----------------------------------------------------------------------------------
 
 
-# Of `REQUESTS`: those with grammars of all kinds of settings, and two without.
+# Indices of `REQUESTS`: grammars with all kinds of settings, and two requests without.
 BROKEN = [*range(0, 6), 12, 13]
 
 
@@ -352,7 +352,7 @@ def test_exceptions_do_not_change_answers(
         [answer] = output.outputs
         tokens = expected()[i]
         if answer.finish_reason is FinishReason.ERROR:
-            # What was being changed when the exception came out ends with it.
+            # A request that was being changed when the exception arrived ends with it.
             assert where in ("match", "outcome")
             assert answer.token_ids == tokens[: len(answer.token_ids)]
             continue
@@ -425,7 +425,7 @@ def test_the_tokens_of_an_answer_are_not_copied_for_each(llm: LLM, fields: dict[
             sampler.follow(tokens, (newest,))
         tokens.append(newest)
     assert Counted.copied < 10 * len(tokens)
-    # What a mask was given stays as it was.
+    # A mask's inputs stay unchanged.
     for i, given in enumerate(seen):
         assert len(given) == i + 1 and list(given) == tokens[len(prompt) :][: i + 1] == given
         assert given[-1] == tokens[len(prompt) + i] and given[1:] == list(given)[1:]

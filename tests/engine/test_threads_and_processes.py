@@ -36,7 +36,7 @@ def params(max_tokens: int = 8) -> SamplingParams:
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """What each returns, run at the same time; raises what one raises."""
+    """Runs functions at the same time; returns their results, or raises their exception."""
     results: list[Any] = [None] * len(functions)
 
     def run(i: int) -> None:

@@ -1,4 +1,4 @@
-"""What paged caches make of keys, values and queries, whatever model code gives them."""
+"""Tests paged caches with keys, values and queries of any form that model code passes."""
 
 from __future__ import annotations
 

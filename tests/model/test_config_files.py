@@ -1,4 +1,4 @@
-"""What is read of `config.json` and `generation_config.json`."""
+"""Tests which fields of `config.json` and `generation_config.json` are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_paged.model.config_files import (
 
 
 def test_a_text_model_of_a_multimodal_one_speaks_for_itself() -> None:
-    """What is beside its config may be the vision model's, or another name of the same field."""
+    """Fields beside the text config may be the vision model's, or an alias of a field."""
     inner = {"vocab_size": 96, "max_position_embeddings": 300}
     config = {"vocab_size": 7, "max_position_embeddings": 11, "text_config": inner}
     assert vocab_size(config) == 96 and model_len(config) == 300

@@ -458,7 +458,7 @@ def test_checking_mode_takes_the_operations_that_check(monkeypatch: pytest.Monke
 
 def test_two_threads_run_programs_at_once() -> None:
     def outputs(name: str) -> list[np.ndarray]:
-        """Of steps of one to eight rows, on a stream of this thread."""
+        """Outputs of steps of one to eight rows, on a stream of this thread."""
         with mx.stream(mx.new_thread_local_stream(mx.cpu)):
             config = CONFIGS[name]
             paged = convert_to_paged(tiny_model(config), config["model_type"], block_size=8)
@@ -486,7 +486,7 @@ def test_two_threads_run_programs_at_once() -> None:
 
 
 def test_one_thread_after_another_runs_a_model() -> None:
-    """Of streams of their own, to which operations of MLX are bound."""
+    """Each thread has its own streams, to which MLX binds operations."""
     programs, graphs = driver_of("qwen3_moe"), driver_of("qwen3_moe")
     graphs.runner.model._compiled.refusals.steps = "a test"
     expected = [graphs.step({"a": work}) for work in ([1, 2, 3], [4, 5, 6], [7, 8, 9])]

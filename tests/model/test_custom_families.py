@@ -250,7 +250,7 @@ def test_the_comparison_goes_past_the_end_of_every_window(
 def test_a_prompt_is_cut_behind_the_end_of_every_window(
     window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is wrong only there would not show in a shorter one."""
+    """A fault that only long contexts show."""
     model = family_model(config_of("gemma3_text") | {"sliding_window": window})
     paged = convert_to_paged(model, "gemma3_text", block_size=8)
     assert verify.difference_where_cut(paged, VOCAB_SIZE) < 1e-4

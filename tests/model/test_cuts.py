@@ -1,4 +1,4 @@
-"""Where a prompt is cut into chunks must not matter: to mlx-lm alone, and to paged caches.
+"""Tests that chunk boundaries in a prompt do not matter, in mlx-lm alone and with paged caches.
 
 Other requests of a step, prefix hits and preemptions decide where chunks end. A family whose own
 prefill of n tokens differs from a prefill of n - 1 and a decode has no answer to compare with.
@@ -51,7 +51,7 @@ def all_logits(model: nn.Module, tokens: list[int]) -> np.ndarray:
 
 
 def differences_of_cuts(model: nn.Module, expected: np.ndarray) -> list[float]:
-    """Of a decode behind n - 1 tokens, and of a second chunk, in mlx-lm alone."""
+    """Relative errors of a decode after n - 1 tokens, and of a second chunk, in mlx-lm alone."""
     cuts = [(TOKENS[: n - 1], TOKENS[n - 1 : n]) for n in LENGTHS[1:]]
     cuts += [(TOKENS[:4], TOKENS[4:]), (TOKENS[:9], TOKENS[9:])]
     return [

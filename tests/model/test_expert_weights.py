@@ -100,7 +100,7 @@ def test_they_stay_as_they_are_and_give_mlx_lms_logits(
 
 
 def moe(tmp_path: Path, form: str) -> LoadedModel:
-    """Of whose bytes nearly all are experts'."""
+    """A model with nearly all bytes in its experts."""
     fields = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 16}
     config = config_of("qwen3_moe") | fields | {"num_hidden_layers": 2}
     return load(directory(tmp_path / "model", config, form))
@@ -150,7 +150,7 @@ def test_float32_widens_them(tmp_path: Path) -> None:
 
 
 def test_experts_with_a_scale_of_their_own() -> None:
-    """Of nvfp4; MLX multiplies them on GPUs only."""
+    """Tests nvfp4 with a scale per expert, which MLX multiplies on GPUs only."""
     model = family_model(config_of("mixtral") | WIDE)
     exact = family_model(config_of("mixtral") | WIDE)
     for ours, theirs in zip(experts(model), experts(exact), strict=True):
@@ -179,7 +179,7 @@ def test_experts_with_a_scale_of_their_own() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "phixtral"])
 def test_outside_of_steps_they_are_mlxs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which have a gradient."""
+    """MLX's operations have gradients."""
     patches.install()
     model = tiny_model(config_of(family))
     monkeypatch.setattr(ops, "expert_linear", None)

@@ -109,7 +109,7 @@ def test_a_mixed_step_matches_the_dense_cache(
     record_property("rms", max(differences.values()))
     # Each by itself: `max` may step over a NaN.
     assert all(difference < TOLERANCE for difference in differences.values()), differences
-    # What is compared is neither flat nor the same for every sequence.
+    # The compared logits are neither flat nor the same for every sequence.
     assert min(rms(e) for e in expected.values()) > 0.1
     assert rms(expected["short"] - expected["prefill"]) > 0.1
 

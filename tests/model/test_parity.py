@@ -25,7 +25,7 @@ NUM_TOKENS = 6
 
 
 def greedy(i: int) -> bool:
-    """Of two prompts of each kind, one."""
+    """One of two prompts of each kind."""
     return i // 2 % 2 == 0
 
 

@@ -196,7 +196,7 @@ def new(rng: np.random.Generator, count: int) -> list[int]:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_step_that_is_run_again_gives_the_same(family: str) -> None:
-    """What the engine does with a step that failed: the states that it read are untouched."""
+    """A failed step leaves the states that it read untouched."""
     _, driver = hybrid(family)
     rng = np.random.default_rng(0)
     driver.step({"a": new(rng, 11), "b": new(rng, 3)})

@@ -170,8 +170,8 @@ def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
 
 @pytest.fixture
 def selections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Of each step whose rows are selected: how many there are, how many are wanted, and whether
-    attention was made of these."""
+    """For each step with selected rows: their number before and after, and whether attention
+    computes the selected ones only."""
     found: list[tuple[int, int, bool]] = []
     select = caches.LastLayerPruning.of
 

@@ -25,7 +25,7 @@ def installed() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each call in a tower, whether it was native."""
+    """For each attention call in a tower, True if it was native."""
     found: list[bool] = []
     original = towers.TowerOps.attend
 

@@ -242,7 +242,7 @@ def test_a_picture_that_was_cut_is_refused(form: str) -> None:
 
 
 def levels(found: Any) -> list[int]:
-    """Which frames these are."""
+    """The numbers of frames."""
     return [round((int(frame[0, 0, 0]) - 16) / 8) for frame in found.frames]
 
 

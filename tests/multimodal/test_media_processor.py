@@ -84,7 +84,7 @@ ONE_BY_ONE = {
 SHORT = {"fastvlm", "phi4mm"}
 
 
-# What is a list of pictures' arrays, and all that these models take.
+# Inputs that are lists of an array per image; these models take no others.
 _MINICPM = {"pixel_values", "tgt_sizes", "image_bound"}
 RAGGED = {
     "minicpmo": _MINICPM,

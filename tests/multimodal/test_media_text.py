@@ -75,7 +75,7 @@ def test_tokens_of_a_marked_text_are_those_of_a_tokenizer_without_placeholders(
     whole = plain("see <image> a<end>a", add_special_tokens=False)["input_ids"]
     at = whole.index(other)
     assert found == [whole[:at], whole[at + 1 :]]
-    # What has no mark is a placeholder still.
+    # A placeholder without a mark stays a placeholder.
     [found] = maker.pieces(f"<image>{marked('<image>', ['<image>'])}")
     [image] = tokenizer.convert_tokens_to_ids(["<image>"])
     assert found[0] == image and image not in found[1:]

@@ -1,4 +1,4 @@
-"""What is kept of processed items, and for how long."""
+"""Tests which processed items are kept, and for how long."""
 
 from __future__ import annotations
 

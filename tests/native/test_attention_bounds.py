@@ -172,7 +172,7 @@ def test_in_the_window_or_in_the_same_picture(rng, window) -> None:
 
 
 def test_a_span_that_began_before_the_chunk(rng) -> None:
-    """What the window no longer reaches is seen if it is of the same span."""
+    """Tokens outside the window are attended to if they belong to the same span."""
     batch = batch_of(rng, [100], [30], [[(20, 85)]], window=8)
     check(batch, window=8)
     check(batch, {"window": 8, "split_tokens": 16}, window=8)

@@ -1,4 +1,4 @@
-"""What is installed, and what a mismatched installation says."""
+"""Tests the contents of an installation, and the error of a mismatched one."""
 
 from __future__ import annotations
 

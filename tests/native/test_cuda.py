@@ -1,4 +1,4 @@
-"""What exists with CUDA only: transfers through pinned memory, linear layers of a few rows."""
+"""Tests of CUDA only: transfers through pinned memory, linear layers of a few rows."""
 
 from __future__ import annotations
 

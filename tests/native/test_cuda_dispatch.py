@@ -1,4 +1,4 @@
-"""Which launches NVIDIA's own kernels take over. The rule needs no GPU."""
+"""Tests which launches use NVIDIA's own kernels. The rule needs no GPU."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def assert_rounded(got: mx.array, expected: np.ndarray, times: int = 1) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(8, 8), (144, 72), (144, 3072), (4096, 320)])
 def test_products_of_many_rows(rng, dtype, n: int, k: int) -> None:
-    """Of a library: with and without a bias and a residual; x is a part of longer rows."""
+    """A library's products with and without a bias and a residual; x is a part of longer rows."""
     weight, bias = values(rng, n, k, dtype=dtype), values(rng, n, dtype=dtype)
     for rows, b, is_added in itertools.product(MANY_ROWS, (None, bias), (False, True)):
         x, residual = values(rng, rows, 2 * k, dtype=dtype), values(rng, rows, n, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Which kernel serves a product with quantised weights on NVIDIA's GPUs, and over which grid. The
-rule needs no GPU; nor does the reading of programs that have such products."""
+"""Tests the kernel and grid of products with quantized weights on NVIDIA GPUs, and how programs
+with such products are read. Neither needs a GPU."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ K, N = 1024, 2048
 
 
 class Mlp:
-    """What follows a layer's attention, without the residual."""
+    """An MLP and the norm before it, without the residual."""
 
     def __init__(self, bits: int = 4, group: int = 64) -> None:
         self.scale = mx.ones(K, mx.bfloat16)
@@ -252,8 +252,8 @@ class Mlp:
 
 
 def orders_of(launches: list[dict[str, Any]]) -> list[Any]:
-    """Of each norm the order that it writes, of each product whether x has one, and that of its
-    output. (None: columns are where they are.)"""
+    """Returns the order that each norm writes, and for each product whether x has one and the order
+    of its output (None: columns stay in place)."""
     found: list[Any] = []
     for launch in launches:
         kernel = launch["kernel"]
@@ -285,7 +285,7 @@ def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[
 
 @pytest.mark.parametrize(("tma", "suffix"), [("wgmma", "_ordered_64_4"), ("any", "")])
 def test_adapters_follow_the_order_of_their_products(tma: str, suffix: str) -> None:
-    """What a norm and a gate write is read by products and by their adapters."""
+    """Products and their adapters read what a norm or a gate writes."""
     mlp, rows, rank = Mlp(), 32, 8
     slots = mx.zeros(rows, mx.int32)
     matrices = {
@@ -344,7 +344,7 @@ def dense(n: int, k: int) -> Layer:
     return lambda x: ops.linear(x, weight)
 
 
-# What else is done with a norm's result.
+# Other readers of a norm's result.
 OTHER_READERS: dict[str, Callable[[Mlp, mx.array], mx.array]] = {
     "a result": lambda mlp, normed: normed,
     "weights of 16 bits": lambda mlp, normed: dense(N, K)(normed),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 EXPERTS = 7
-# Which experts the rows have: (rows, experts of each) -> indices.
+# Routing of rows to experts: (rows, experts per row) -> indices.
 ROUTES: dict[str, Any] = {
     "one row": lambda rng: rng.permutation(EXPERTS)[None, :3],
     "few": lambda rng: np.stack([rng.permutation(EXPERTS)[:3] for _ in range(5)]),
@@ -35,7 +35,7 @@ ROUTES: dict[str, Any] = {
 def weights(
     rng: np.random.Generator, n: int, k: int, mode: str, bits: int, group: int, dtype: mx.Dtype
 ) -> tuple[list[mx.array], np.ndarray]:
-    """Of all experts, and in float64 what they stand for."""
+    """Returns the quantized weights of all experts, and their values in float64."""
     arrays = quantised(rng, EXPERTS * n, k, mode, bits, group, dtype)
     exact = dequantised(arrays, mode, bits, group).reshape(EXPERTS, n, k)
     arrays = [a.reshape(EXPERTS, n, -1) for a in arrays]
@@ -272,7 +272,7 @@ def test_programs_give_what_the_operations_give(rng, rows: int, gated: bool) -> 
 @pytest.mark.skipif(executables.max_cpu_step_rows() == 0, reason="no step programs here")
 @pytest.mark.parametrize("other", ["experts", "rows", "uses"])
 def test_gates_that_are_no_gated_layer(rng, other: str) -> None:
-    """Of other experts or rows than the rest, or needed elsewhere too."""
+    """Layers with other experts or rows than the rest, or with other readers."""
     matrices = [
         mx.array(rng.standard_normal((EXPERTS, 24, 32)).astype(np.float32)) for _ in range(2)
     ]

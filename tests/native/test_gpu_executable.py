@@ -70,7 +70,7 @@ def steps_of_both(
     works: list[dict[str, int]],
     tolerance: float,
 ) -> Iterator[list[np.ndarray]]:
-    """Of each step, with so many new tokens of sequences: our logits, which are those of graphs."""
+    """Yields our logits of each step, and checks them against those of graphs."""
     for work in works:
         tokens = {sequence: new_tokens(rng, count) for sequence, count in work.items()}
         expected = graphs.step(tokens)
@@ -126,7 +126,7 @@ def test_hidden_states_are_further_outputs(rng) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "windows"])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
-    """What is written is quantised, and rotated, as it is without a program."""
+    """Keys and values are quantized and rotated as they are without a program."""
     ours, graphs = (
         StepDriver(
             tiny_model(CONFIGS[name]), CONFIGS[name]["model_type"], block_size=8,
@@ -210,7 +210,7 @@ def test_sinks(rng, has_alibi: bool) -> None:
 def kernels_of(
     config: dict[str, Any], rows: int, *, dtype: mx.Dtype, cuda: bool, **options: Any
 ) -> list[str]:
-    """What a decode step of so many rows launches."""
+    """The launches of a decode step of this many rows."""
     model = tiny_model(config)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
@@ -711,7 +711,7 @@ def test_programs_share_their_memory_and_give_it_back(rng) -> None:
 
 
 def test_memory_that_grows_does_so_in_few_steps(rng) -> None:
-    """What was captured before keeps its own, which is no larger in all than the newest."""
+    """Graphs captured earlier keep their memory, together no more than the newest."""
     with simulated():
         before = sim_ext.step_counts()["memory"]
         made = [products_of(rng, rows, 256) for rows in range(1, 9)]
@@ -756,7 +756,7 @@ REFUSALS: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 
 
 def weights_in_the_middle() -> mx.array:
-    """Of 16, two bytes behind a multiple of 16."""
+    """Sixteen weights, two bytes behind a multiple of 16."""
     whole = mx.arange(33, dtype=mx.float16)
     mx.eval(whole)
     part = whole[1:17]

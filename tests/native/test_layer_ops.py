@@ -178,7 +178,7 @@ def test_linear(rng, shape, n: int, biased: bool) -> None:
     bias, exact_bias = values_of(rng, n, dtype=mx.float32)
     mx.eval(weight, bias)
     got = ops.linear(x, weight, bias if biased else None)
-    # Of a single output the error relative to its norm has no bound: all of them together.
+    # The relative error of a single output has no bound, so all are compared together.
     expected = exact @ exact_weight.T + (exact_bias if biased else 0)
     assert got.dtype == mx.float32
     assert_close(got.reshape(1, -1), expected.reshape(1, -1), 1e-6)

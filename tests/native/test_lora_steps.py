@@ -52,7 +52,7 @@ def driver_of() -> StepDriver:
 def test_a_step_with_adapters_gives_what_its_graph_gives(
     rng: np.random.Generator, slots: dict[int, int]
 ) -> None:
-    """Of three sequences: a prompt, decodes, and decodes alone."""
+    """Steps of three sequences: a prompt, decodes, and decodes alone."""
     ours, graphs = (with_adapters(driver_of(), slots) for _ in range(2))
     alone = driver_of()
     steps = with_programs(ours)

@@ -55,7 +55,7 @@ def check(batch: PagedBatch, limits: dict[str, int] | None = None, **options) ->
 # --- Every instantiation is one of these, with other numbers --------------------------------------
 
 
-# Of the dtypes of two bytes, which load alike, each head dim meets one. (Every combination is
+# float16 and bfloat16 load alike, so each head dim meets one of them. (Every combination is
 # compiled in test_metal_language.py, and runs on a GPU in test_gpu.py.)
 DTYPES_AND_DIMS = [
     (dtype, dims)

@@ -24,6 +24,6 @@ def test_every_line_of_the_kernels_is_executed() -> None:
     coverage = kernels.coverage().within(METAL)
     print(coverage.report())
     assert coverage.percent == 100, coverage.report()
-    # What is worked out at compile time has no code.
+    # Constant expressions have no code.
     dead = [f for f in coverage.dead_functions if not constexpr(f.file, f.first)]
     assert not dead, coverage.report()

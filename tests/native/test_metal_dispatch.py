@@ -1,5 +1,5 @@
-"""Which kernels are launched, and what they cost: threads, threadgroup memory, and the bytes of
-keys and values that go by. Bytes are the proxy for speed that a Mac would confirm."""
+"""Tests which kernels are launched, with their threads, threadgroup memory, and the bytes of keys
+and values they read. Bytes stand for speed until a Mac confirms it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_pipelines_are_foreseen_whatever_the_rows(rng, dims, group, dtype) -> No
     foreseen = {(name, constants) for name, constants in sim_ext.pipelines_to_come()}
     assert ran <= foreseen, ran - foreseen
     unused = {name for name, constants in foreseen - ran if constants}
-    # What no step needs is not compiled; only the kernels do not know that a plan's items have at
+    # Nothing else is compiled in vain; but kernels do not know that a plan's items have at
     # most 32 rows.
     assert all(group == 1 and name.endswith("prefill_bfloat16_64_64_m64") for name in unused)
 
@@ -247,7 +247,7 @@ def test_one_long_sequence_fills_a_large_gpu() -> None:
     ],
 )
 def test_the_length_of_a_split(num_tokens, rows, items, expected) -> None:
-    """Of the last item, which sees all tokens."""
+    """Splits of the last item, which sees all tokens."""
 
     def num_pieces(others: tuple[tuple[int, int], ...] = ()) -> int:
         lens, query_lens = zip((num_tokens, rows if items == 1 else 32 * items), *others)

@@ -126,7 +126,7 @@ def test_pieces_without_keys_add_nothing(attend, kernel) -> None:
     last = {s: items[items[:, 0] == s, 4].max() for s in (0, 1)}
     emptied = np.array([item[4] != last[item[0]] for item in items])
     items[emptied, 4] = items[emptied, 3]
-    # What is left of a sequence: the tokens from its last piece's first block on.
+    # The rest of a sequence: the tokens from its last piece's first block on.
     first = {s: items[(items[:, 0] == s) & ~emptied, 3].min() for s in (0, 1)}
     size = batch.key_pool.shape[1]
     rest = replace(

@@ -20,7 +20,7 @@ LENS, ROWS = [200, 33, 100], [1, 3, 40]
 
 
 def fields(struct: str) -> list[str]:
-    """Of a struct of metal/kernel_table.h, in order; all are ints."""
+    """The fields of a struct of metal/kernel_table.h, in order; all are ints."""
     body = re.search(rf"struct {struct} {{\n(.*?)\n}};", HEADER, re.S)[1]
     return re.findall(r"^  int (\w+);", body, re.M)
 

@@ -1,4 +1,4 @@
-"""What step programs compute by row themselves instead of MLX: to the same bits."""
+"""Tests operations by row that step programs compute themselves: the same bits as MLX's."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_numbers_of_rows_that_no_row_has_read_nothing(rng) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 33])
 def test_products_of_rows_with_large_activations(rng, rows: int) -> None:
-    """Where activations are integers, such rows are read once more, as the floats they were."""
+    """Products with integer activations read these rows once more, as the original floats."""
     weights = [
         mx.quantize(mx.array(rng.standard_normal(shape).astype(np.float32)), group_size=64, bits=4)
         for shape in ((256, 128), (256, 128), (48, 256))

@@ -25,7 +25,7 @@ from support.simd_processes import run_in_process_of
 from mlx_paged import ops
 
 NAMES = tuple(FORMATS)
-# Of the softmax and the products; queries and results are rounded to their dtype besides.
+# For the softmax and the products; queries and results are also rounded to their dtype.
 TOLERANCE = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 
 
@@ -216,7 +216,7 @@ def test_heads_and_block_sizes(rng, name, heads, block_size) -> None:
     assert_close(batch.attend(scale=0.1), batch.expected(scale=0.1), TOLERANCE[mx.float32])
 
 
-# What NVIDIA's tensor cores serve, and what is next to it.
+# Shapes that NVIDIA's tensor cores serve, and their neighbors.
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 8, 12])

@@ -236,7 +236,7 @@ def test_errors_are_like_those_of_float32(rng) -> None:
         x = rng.standard_normal((36, k)) * 2.0 ** rng.integers(-spread, spread + 1, (36, k))
         x = x.astype(np.float32).astype(np.float64)
         error = np.array(multiply_floats(x, arrays, 64)).astype(np.float64) - x @ weight.T
-        # Of float32's sums 1e-7 to 4e-7; of int8 5e-3.
+        # float32 sums have 1e-7 to 4e-7, int8 5e-3.
         assert np.sqrt((error**2).mean()) < 1.5e-6 * np.sqrt(((x @ weight.T) ** 2).mean())
 
 

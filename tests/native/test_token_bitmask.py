@@ -43,7 +43,7 @@ def random_masks(rng: np.random.Generator, masks: int, vocab_size: int) -> np.nd
 
 
 def expected(logits: np.ndarray, masks: np.ndarray, rows: list[int], dtype: mx.Dtype) -> np.ndarray:
-    """Of and in words (`bits`)."""
+    """The masked logits, compared as words (`bits`)."""
     out = logits.copy()
     for mask, row in zip(masks, rows):
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[1]]
@@ -109,7 +109,7 @@ def test_logits_that_nothing_else_needs_are_changed_in_place(
 
 @on_devices
 def test_a_mask_on_a_mask_on_what_a_graph_computes(rng, device) -> None:
-    """Of several operations in one graph each gives the next its buffer."""
+    """Each of several masks in one graph passes its buffer on to the next."""
     logits, masks = mx.array(rng.standard_normal((6, 100)).astype(np.float32)), []
     with device():
         out = logits * 2

@@ -95,7 +95,7 @@ HARMONY = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"
         ("qwen3", ["<think>", "</think>"], "<|turn|>assistant\n<think>\nWell,", INSIDE),
         ("qwen3", ["<think>", "</think>"], "<|turn|>assistant\n<think>\n\n</think>\n\n", OVER),
         ("qwen3", ["<think>", "</think>"], "<|turn|>assistant\n<think>a</think>Well", MAY_FOLLOW),
-        # What other turns have in them means nothing.
+        # Markers in other turns mean nothing.
         ("qwen3", ["<think>", "</think>"], "<|turn|>user\nA <think>!<|turn|>assistant\n",
          MAY_FOLLOW),
         ("qwen3", ["<think>", "</think>"], "<|turn|>bot\n<think>a</think>b<|turn|>assistant\n",
@@ -228,7 +228,7 @@ def test_a_budget_forces_the_end(
     tokens = limited.outputs[0].token_ids
     assert tokens[:budget] == other.outputs[0].token_ids[:budget]
     assert tokens[budget] == end and tokens.count(end) == 1 and len(tokens) == 20
-    # Where it begins later, it counts from there.
+    # The budget counts from the start of the reasoning.
     begun = SamplingParams(
         max_tokens=20, thinking_token_budget=budget, seed=3, logit_bias={start: 100},
         ignore_eos=True,

@@ -138,7 +138,7 @@ def histories(id: str) -> dict[str, list[Message]]:
 
 
 def required(messages: Sequence[Message]) -> list[str]:
-    """What a prompt must show: all but reasoning, and text beside calls."""
+    """Everything a prompt must show: all but reasoning, and text beside calls."""
     found = []
     for message in messages:
         content = message["content"]
@@ -380,7 +380,7 @@ def test_a_conversation_renders_or_the_template_says_why_not(name: str) -> None:
 def own_refusal(
     renderer: Renderer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]
 ) -> str | None:
-    """What the template itself says of a conversation as it is."""
+    """Renders a conversation with the template alone."""
     given = [tool.for_template() for tool in tools] or None
     try:
         render_chat(renderer.tokenizer, messages, tools=given)

@@ -60,7 +60,7 @@ def probe_of(template: Invented) -> TemplateProbe:
 
 
 def rendered(template: Invented, calls: Calls, content: str = "") -> str:
-    """What the template makes of a turn with calls, from the end of the prompt on."""
+    """A turn with calls as the template renders it, without the prompt."""
     message = {
         "role": "assistant",
         "content": content,
@@ -195,7 +195,7 @@ def test_forced_calls_are_valid(template: Invented, has_tokens: bool) -> None:
 
 
 def places(template: Invented, text: str) -> list[int]:
-    """Where a text may be damaged.
+    """Returns the places at which a text may be damaged.
 
     A call that has begun cannot be taken back, and the readers of objects, tags and functions skip
     what has no meaning within one.

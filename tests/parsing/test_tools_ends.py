@@ -19,7 +19,7 @@ CASES = [
 
 
 def answer_of(family: Family, text: str, end: str, *, shown: bool, is_end: bool = True) -> Answer:
-    """What is in an answer that a token ends.
+    """Parses an answer that a token ends.
 
     Args:
         shown: whether the text of that token comes, as with `ignore_eos`.

@@ -300,7 +300,7 @@ def test_what_a_template_renders_is_what_is_forced(family: Family, has_tokens: b
 
 
 def test_text_of_a_parameter_that_may_be_more_than_a_string() -> None:
-    """What would be read as another type is not forced as a string."""
+    """A value that would be read as another type is not forced as a string."""
     schema = {"anyOf": [{"type": "integer", "minimum": 10}, {"type": "string"}]}
     one = Tool(name="f", parameters={"properties": {"x": schema}, "required": ["x"]})
     walker = Walker(())

@@ -1,4 +1,4 @@
-"""What forced calls can be, and cannot."""
+"""Tests which calls grammars permit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_json_has_the_whitespace_of_templates(walker: Walker) -> None:
 
 
 def test_a_value_has_no_end_tag(walker: Walker) -> None:
-    """Where the next tag follows it, a reader takes it for the end."""
+    """An end tag before the next tag ends the value for a reader."""
     lark = forced(walker, "qwen3_coder")
     assert walker.accepts(lark, VALUE)
     assert walker.accepts(lark, VALUE.replace("Oslo", "</param <parameter>"))
@@ -94,7 +94,7 @@ def test_parameters_that_the_schema_does_not_list(walker: Walker) -> None:
 
 
 def test_text_may_come_before_calls_but_calls_are_whole(walker: Walker) -> None:
-    """Where the model may choose, a call is valid from its first marker on."""
+    """With an optional call, the call is valid from its first marker on."""
     spelled = Walker(())
     for some in (walker, spelled):
         lark = forced(some, "hermes", required=False)

@@ -16,7 +16,7 @@ SPELLED = ("<a>", "<abc>", "<ab", "!!")
 
 
 def lexed(lexer: Lexer, updates: Sequence[tuple[int | None, str]]) -> list[tuple[str, bool]]:
-    """What a lexer gives, pieces of text joined."""
+    """The lexemes of a lexer; neighboring pieces of text are joined."""
     found: list[tuple[str, bool]] = []
     lexemes = [x for token, text in updates for x in lexer.feed(token, text)]
     for text, is_marker in [*lexemes, *lexer.finish()]:

@@ -1,4 +1,4 @@
-"""What people use: the OpenAI SDK, sync and async, and the frameworks that stand on it."""
+"""Tests the OpenAI SDK, sync and async, and the frameworks on top of it."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_llama_index(server) -> None:
 
 
 def test_the_recipe_for_opencode(server, monkeypatch) -> None:
-    """What OpenCode makes of the documented file: the requests of its provider package."""
+    """Requests of OpenCode's provider package, set up from the documented file."""
     text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
     [recipe] = re.findall(r"```json\n(\{\n  \"\$schema\": .*?\n\})\n```", text, re.DOTALL)
     config = json.loads(recipe)

@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the script has printed."""
+    """The output of the script."""
     packages = packages_of_npm(PACKAGES)
     options: dict[str, Any] = {**ENGINE, "max_model_len": 2048}
     thinks = lambda: ScriptedEngine.from_model(**options, reasoning_parser="qwen3")  # noqa: E731

@@ -35,7 +35,7 @@ def post(body: dict[str, Any], version: str = "1.1", padding: int = 0) -> bytes:
 
 
 def asked(server: RunningServer, request: bytes, *, half_close: bool = False) -> bytes:
-    """What a client gets that sends this, and nothing more."""
+    """Sends these bytes and nothing more; returns what the server answers."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(request)

@@ -1,4 +1,4 @@
-"""Where a request is silent: the model's generation config, what replaces it, and its limits."""
+"""Tests defaults of requests: the model's generation config, overrides, and limits."""
 
 from __future__ import annotations
 

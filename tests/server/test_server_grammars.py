@@ -1,4 +1,4 @@
-"""What answers must be over HTTP: an error names the request's field, and none comes later."""
+"""Tests structured outputs over HTTP: errors name the field, and come before the answer."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_mutated_bodies_are_never_our_fault(server) -> None:
             response = client.post(path, content=raw, headers=headers)
             status = response.status_code
             statuses[status] = statuses.get(status, 0) + 1
-            # What a mutation left valid is answered; all else is the client's fault and says so.
+            # A valid mutation is answered; any other is a client error with its cause.
             assert status == 200 or 400 <= status < 500, (number, path, raw, response.text)
             if status == 200:
                 assert "internal_error" not in response.text, (number, path, raw)
@@ -198,7 +198,7 @@ def test_bytes_that_are_no_http() -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-# What the OpenAPI document promises.
+# Promises of the OpenAPI document.
 
 # The pooling endpoints' bodies are sent to an engine that pools, in `test_server_pooling.py`; here
 # one of them shows that an engine of the other kind answers in the documented form.

@@ -68,7 +68,7 @@ def text(words: str) -> dict[str, Any]:
 
 
 def asked(engine: NotingEngine) -> tuple[str, dict[str, list[Any]]]:
-    """What the processor was given: once, for what the engine was given once."""
+    """The only call of the processor; the engine got its result once."""
     [call], [prepared] = engine.media.calls, engine.given  # type: ignore[union-attr]
     assert prepared is not None and len(prepared.spans) == sum(map(len, call[1].values()))
     return call

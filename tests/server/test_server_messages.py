@@ -79,7 +79,7 @@ def client(server: RunningServer) -> Iterator[httpx.Client]:
 
 
 def prompt_of(client: httpx.Client, engine: ScriptedEngine, **body: Any) -> str:
-    """What the model is asked."""
+    """The model's prompt."""
     engine.says("ok")
     whole(client, {**body_of(), **body})
     return engine.prompts[-1].partition("[effort")[0]
@@ -225,7 +225,7 @@ def test_sampling_is_passed_on(client, engine) -> None:
 
 
 def test_a_reader_that_goes_away(server, client) -> None:
-    """What it asked for is not generated to its end."""
+    """An abandoned answer is not generated to its end."""
     aborted = server.num_ended("abort")
     body = body_of(max_tokens=1500, temperature=5, stream=True)
     with client.stream("POST", ANSWERS, json=body) as response:

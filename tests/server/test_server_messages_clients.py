@@ -333,7 +333,7 @@ def test_a_body_that_comes_too_slowly() -> None:
 
 # Claude Code.
 
-# What version 2.1.197 sends, shorter.
+# A request of version 2.1.197, shortened.
 CLAUDE_CODE: dict[str, Any] = {
     "model": MODEL,
     "messages": [

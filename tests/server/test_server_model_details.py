@@ -1,4 +1,4 @@
-"""What lists of models say about a model, from its files alone."""
+"""Tests the details in lists of models, which come from a model's files alone."""
 
 from __future__ import annotations
 

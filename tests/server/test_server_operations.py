@@ -88,7 +88,7 @@ def metrics(client: httpx.Client) -> dict[str, Any]:
 
 
 def value(families: dict[str, Any], sample: str, **labels: str) -> float:
-    """Of the one sample with this name and these labels."""
+    """The value of the one sample with this name and these labels."""
     found = [
         s.value
         for family in families.values()

@@ -621,7 +621,7 @@ def test_an_idle_page_is_quiet(page, page_server) -> None:
     page.on("request", lambda request: requests.append(request.url.removeprefix(page_server.url)))
     for _ in range(3):
         page.wait_for_event("request")
-    # What the server does not log, and nothing else.
+    # Only requests that the server does not log.
     assert set(requests) == {"/server_info"}
 
 

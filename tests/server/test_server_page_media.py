@@ -80,7 +80,7 @@ def parts(body: dict[str, Any], index: int = -1) -> list[Any]:
 
 
 def stored(page: Page) -> dict[str, int]:
-    """How many records the database has of each kind."""
+    """The number of records of each kind in the database."""
     return page.evaluate(
         """async () => {
           const result = (request) => new Promise((done) => {
@@ -270,7 +270,7 @@ def test_what_cannot_be_sent_is_said_before(page, visitor) -> None:
     assert len(sizes) == 3 and all(len(size) < MAX_BODY for size in sizes)
     attach(page, circles("one-more.png"))  # beside those of the message before
     expect(note(page)).to_contain_text("one-more.png is too many")
-    # What only the server finds is told of the file, not of its place in the body.
+    # An error that only the server finds names the file, not its place in the body.
     page.keyboard.press("Alt+n")
     visitor.expected.append("400")
     attach(page, file("broken.png", "image/png", png()[:60]))
@@ -283,7 +283,7 @@ def test_what_cannot_be_sent_is_said_before(page, visitor) -> None:
 
 @in_browser
 def test_videos_and_sounds(visitor) -> None:
-    """Of a model that takes them, as far as the page can tell."""
+    """The page is told that the model takes them."""
 
     def route(route: Route) -> None:
         info = route.fetch().json()

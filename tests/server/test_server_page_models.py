@@ -64,6 +64,6 @@ def test_the_list_shows_states_and_a_message_goes_to_the_chosen_model(visitor: V
     expect(options.first).to_have_attribute("title", "failed: no room")
     page.reload()
     expect(page.locator("#model")).to_have_value("small")
-    # What is not loaded is not asked for its state, which would load it.
+    # The page does not ask for the state of an unloaded model, which would load it.
     assert set(models.asked) == {"", "big", "small"}
     assert models.asked[models.asked.index("small") :].count("big") == 0

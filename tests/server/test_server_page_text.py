@@ -101,7 +101,7 @@ HOSTILE = (
 )
 
 
-# What is wrong with the elements below those of a selector.
+# Returns faults of the elements below those of a selector.
 WRONG = """(selector) => {
   const wrong = [];
   for (const e of document.querySelectorAll(`${selector} *`)) {

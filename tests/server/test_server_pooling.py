@@ -372,7 +372,7 @@ def test_documents_are_cut_where_that_is_asked_for(client) -> None:
         assert re.split(r"[.[]", error["param"])[0] in wrong
 
 
-# What the server does for every request.
+# Parts common to all requests.
 
 
 def test_every_parameter_of_the_sdk_is_known() -> None:

@@ -273,7 +273,7 @@ def test_allowed_tools(client) -> None:
 
 
 def test_a_limited_choice_is_a_grammar(client, engine) -> None:
-    """Where the model may answer with text too: other tools than the allowed ones cannot begin."""
+    """With optional calls, tools outside the allowed ones cannot begin."""
     engine.says("No.", "No.")
     ask(client, tools=[WEATHER, CRM])
     assert engine.params[-1].structured_outputs is None

@@ -150,7 +150,7 @@ def test_stored_responses(client, sdk, engine, store) -> None:
         error = client.get(f"{PATH}/{first['id']}{path}")
         assert (error.status_code, error.json()["error"]["code"]) == (404, "not_found")
     assert client.delete(f"{PATH}/{first['id']}").status_code == 404
-    # What went on from it is whole.
+    # A response that continues a deleted one is whole.
     assert len(client.get(f"{PATH}/{second['id']}/input_items").json()["data"]) == 3
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve(first["id"])

@@ -29,7 +29,7 @@ ASK: list[Any] = [{"role": "user", "content": "Describe something."}]
 CHATS = "/v1/chat/completions"
 ROUNDS = int(os.environ.get("MLX_PAGED_STRUCTURED_ROUNDS", "1"))
 AT_ONCE = 32
-# Of every kind of keyword; answers to them end within a few hundred tokens of the demo model.
+# Schemas with every kind of keyword; the demo model ends answers within a few hundred tokens.
 SIXTEEN = [
     "a map of one to three", "names by a pattern", "an enum", "a large enum", "a const",
     "several types", "one of, told apart", "all of, bounds", "a tree", "a chain", "a pattern",
@@ -64,7 +64,7 @@ def together(server: RunningServer, bodies: list[dict[str, Any]]) -> list[dict[s
 
 
 def test_sixteen_schemas_in_each_batch(server) -> None:
-    """Of whatever company, every answer that ended is valid."""
+    """Every answer that ended is valid, whatever else is in its batch."""
     num_ended = dict.fromkeys(SIXTEEN, 0)
     seeds = itertools.count()
     for _ in range(ROUNDS):

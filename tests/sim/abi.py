@@ -84,7 +84,7 @@ class CReport(Structure):
 
 
 class SimFault(Exception):
-    """What a kernel did wrong, with the lines that did it."""
+    """An error of a kernel, with its lines."""
 
 
 class SimLaunchError(Exception):
@@ -114,8 +114,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch did. Barriers are counted once for a threadgroup, SIMD-group operations and
-    simdgroup barriers once for a SIMD-group."""
+    """Counts of a launch. Barriers are counted once per threadgroup, SIMD-group operations and
+    simdgroup barriers once per SIMD-group."""
 
     threadgroups: int
     threads: int
@@ -152,7 +152,7 @@ def buffers_of(buffers: dict[int, Buffer | np.ndarray]) -> Any:
 
 
 def raw(value: Any) -> bytes:
-    """Of inline constants: bytes, ctypes structures, numpy values, int (32 bits) and float (32)."""
+    """Returns an inline constant as bytes: bytes, ctypes, numpy, 32-bit int or float."""
     if isinstance(value, bool):
         return bytes([value])
     if isinstance(value, int):

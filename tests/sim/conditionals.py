@@ -6,7 +6,7 @@ from __future__ import annotations
 from .lexer import Token, closing
 
 _LITERALS = {"true", "false"}
-# What may be in the template arguments of an operand, and not in a comparison.
+# Tokens in template arguments of an operand that a comparison cannot have.
 _IN_TEMPLATES = {",", "::", "<", ">"}
 
 
@@ -41,7 +41,7 @@ def _has_template(operand: list[Token]) -> bool:
 
 
 def _end(code: list[Token], start: int, ends: set[str]) -> int:
-    """Where the operand that begins at `start` ends."""
+    """Returns the end of the operand that begins at `start`."""
     i, conditionals = start, 0
     while i < len(code):
         text = code[i].text

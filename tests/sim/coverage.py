@@ -1,4 +1,4 @@
-"""Which lines of the kernels were executed."""
+"""Line coverage of the kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Coverage:
         return total
 
     def within(self, root: Path) -> Coverage:
-        """Of the files under a folder."""
+        """The coverage of the files under a folder."""
 
         def inside(file: str) -> bool:
             return Path(file).is_relative_to(root)

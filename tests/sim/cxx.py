@@ -42,7 +42,7 @@ Kernel = tuple[str, str, str]  # host name, file of metal/, template-id
 
 @dataclass(frozen=True)
 class Registers:
-    """Of a thread, 32 bits each."""
+    """32-bit registers of a thread."""
 
     used: int  # at most the limit
     spilled: int  # that did not fit
@@ -52,8 +52,8 @@ class Registers:
 def strict_errors(
     kernels: Iterable[Kernel], root: Path, source: str = "", *, metal_4: bool = False
 ) -> str:
-    """What clang says of these instantiations as C++14 with no extension of a later one; `metal_4`:
-    of those for tensor units as C++17."""
+    """Returns clang's messages for these instantiations, as C++14 without later extensions;
+    `metal_4`: for tensor units, as C++17."""
     text = _includes(TENSOR_FILES if metal_4 else FILES) + source
     for _, _, instance in kernels:
         if instance:
@@ -76,7 +76,7 @@ def registers(
     bounds: bool = False,
     alibi: bool = False,
 ) -> dict[str, Registers]:
-    """What each kernel needs if a thread has `limit` registers.
+    """Estimates the registers of each kernel if a thread has `limit` of them.
 
     `bounds`: in steps that have some; `alibi`: in layers with ALiBi.
     """

@@ -146,7 +146,7 @@ class Instrumenter:
         return [line]
 
     def _size_of_value(self, typed: str) -> int:
-        """Of `TYPE value`, where either may have spaces and brackets."""
+        """Returns the size of `TYPE value`; both may contain spaces and brackets."""
         depth = 0
         for i, c in enumerate(typed):
             depth += (c in "([{<") - (c in ")]}>")

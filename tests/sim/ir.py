@@ -1,4 +1,4 @@
-"""What the text of LLVM IR tells: places in the source, sizes of types."""
+"""Reads LLVM IR: source locations, sizes of types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the kernels an access or call is."""
+    """The source location of an access or call in the kernels."""
 
     file: str
     line: int

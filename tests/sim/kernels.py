@@ -44,7 +44,7 @@ class Kernel:
 
 
 def parameters_of(inside: list[Token]) -> list[Parameter]:
-    """Of what is between the brackets of a kernel's declaration."""
+    """Parses the parameter list of a kernel's declaration."""
     return _number([_parameter(part) for part in split(inside)])
 
 

@@ -222,7 +222,7 @@ def make_cache() -> None:
 
 @functools.cache
 def sources_hash() -> str:
-    """Of everything that a compiled library depends on besides the kernels."""
+    """Hashes everything that a compiled library depends on besides the kernels."""
     digest = hashlib.sha256(repr((clang(), cxx(), FRONT_FLAGS, OPTIMISATION, cpu_flags())).encode())
     ours = sorted([*HERE.glob("*.py"), *HERE.glob("msl/*.h"), *HERE.glob("runtime/*")])
     for path in ours:

@@ -274,7 +274,7 @@ def _at_top(head: list[Token], at: int) -> bool:
 
 
 def _statement(out: Translation, decl: list[Token], class_name: str) -> None:
-    """What ends with a semicolon."""
+    """Translates a declaration that ends with a semicolon."""
     code = [t for t in decl if t.is_code]
     if not code:
         return

@@ -171,7 +171,7 @@ class Reference:
         choose: Callable[[Array, int], int],
         count: int,
     ) -> list[int]:
-        """What the head drafts after known tokens, in one block.
+        """Returns the head's drafts after known tokens, in one block.
 
         Args:
             states: ``[len(tokens) - 1, 3 * hidden_size]`` states of the model.

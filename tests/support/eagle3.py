@@ -209,7 +209,7 @@ class Reference:
         choose: Callable[[Array, int], int],
         count: int,
     ) -> list[int]:
-        """What the head drafts after known tokens.
+        """Returns the head's drafts after known tokens.
 
         Args:
             states: ``[len(tokens) - 1, 3 * hidden_size]`` states of the model.

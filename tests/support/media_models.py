@@ -59,7 +59,7 @@ class Item:
     kind: str = "image"
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     grid: tuple[int, int, int] | None = None  # after merging
-    # What mlx-vlm takes for `token_ids`, where its model puts the rows in by itself.
+    # mlx-vlm's `token_ids`, if its model expands the placeholders itself.
     short: list[int] | None = None
 
     def inputs(self) -> MediaInputs:
@@ -133,7 +133,7 @@ class Case:
         return found
 
     def whole(self, prompt: Prompt) -> tuple[mx.array, mx.array | None, dict[str, Any]]:
-        """What mlx-vlm takes: tokens, pixels, other arrays."""
+        """mlx-vlm's inputs: tokens, pixels, other arrays."""
         tokens = mx.array([prompt.short_ids])
         items = [item for _, item in prompt.items]
         if not items:

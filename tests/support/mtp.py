@@ -185,7 +185,7 @@ class MtpReference:
     def drafts(
         self, tokens: Sequence[int], choose: Callable[[np.ndarray, int], int], count: int
     ) -> list[int]:
-        """What the head drafts after known tokens.
+        """Returns the head's drafts after known tokens.
 
         Args:
             choose: From logits and a position to a token.

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kExperts = 5;
 
-// Which experts rows pair, as route_experts leaves it.
+// Pairs of a row and an expert, in the order of route_experts.
 struct Pairs {
   int num_rows;
   int top_k;
@@ -156,7 +156,7 @@ void add_map(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count
   maps.weights[i].biases = of_groups(w.biases);
 }
 
-// Of one expert, for the kernels that it is compared with.
+// Adds one expert's map, for the reference kernels.
 template <typename T>
 void add_alone(StreamMaps& maps, int i, const Dense<T>& w, int expert) {
   add_map(maps, i, w, expert, 1);

@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// What the programs that run products on the CPU have in common.
+// Shared by the programs that run products on the CPU.
 
 #pragma once
 

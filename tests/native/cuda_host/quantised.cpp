@@ -250,7 +250,7 @@ struct Product {
     return maps;
   }
 
-  // Of a row of x and a row of a weight: the result and the sum of its terms' magnitudes.
+  // Returns the dot product of a row of x and a row of a weight, and the sum of magnitudes.
   std::pair<double, double> dot(const Case& c, size_t which, int at, int row) {
     const auto& numbers = c.cluster ? weights[which]->rounded : weights[which]->exact;
     double sum = 0;
@@ -383,7 +383,7 @@ void test(const char* dtype, bool all) {
     }
   }
   {
-    // What is wanted in order is all that is in another place.
+    // All outputs of an ordered product are those of the unordered one, in another place.
     constexpr int kWide = 128;
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::gated, {kWide, kWide}, 1024);
     for (size_t i = 0; i < p.x.size; i++) {

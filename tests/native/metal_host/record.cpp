@@ -24,7 +24,7 @@
 
 namespace mx = mlx::core;
 
-// What is not run here: the CPU's side, the checks of ids, and checked memory.
+// Stubs: the CPU's side, the checks of ids, and checked memory do not run here.
 namespace mlx_paged {
 void Node::eval_gpu(const Arrays&, Arrays&) {}
 void KernelNode::check_ids(const Arrays&) {}

@@ -52,7 +52,7 @@ template struct Reveal<&mlx::core::metal::CommandEncoder::concurrent_>;
 
 }  // namespace
 
-// What metal-cpp sends to Objective-C objects.
+// Receives all messages that metal-cpp sends to Objective-C objects.
 extern "C" uintptr_t recorder_message(
     void* object, const char* selector, uintptr_t a, uintptr_t b, uintptr_t c) {
   std::string name = selector;
@@ -81,7 +81,7 @@ extern "C" uintptr_t recorder_message(
 // metal-cpp calls this through pointers of the types that it needs.
 asm(".globl objc_msgSend\nobjc_msgSend: jmp recorder_message\n");
 
-// Of blocks, which complete what a command buffer holds; none is made here.
+// The runtime of blocks. metal-cpp refers to it for completion handlers; none is created here.
 extern "C" void* _NSConcreteStackBlock[32] = {};
 extern "C" void* _NSConcreteGlobalBlock[32] = {};
 extern "C" void _Block_object_assign(void*, const void*, int) {}

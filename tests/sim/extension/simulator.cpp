@@ -198,7 +198,7 @@ class SimulatedStepDevice : public StepDevice {
     return made;
   }
 
-  // What a step finds in its memory is of other steps.
+  // A step's memory holds values of earlier steps.
   void begin() override {
     step_counts.steps++;
     mx::synchronize(stream_);

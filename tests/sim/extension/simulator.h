@@ -26,7 +26,7 @@ struct Record {
 // Those since the last call.
 std::vector<Record> take_records();
 
-// Of device programs, since the process started; and the memory that they have now.
+// Counts of device programs since the process started, and their memory now.
 struct StepCounts {
   int steps = 0;
   int captures = 0;

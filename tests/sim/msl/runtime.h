@@ -1,5 +1,5 @@
-// What the compiled kernels call in the simulator. `site` stands for the line of the kernel that
-// the call came from: instrumentation replaces __MSL_SITE by a number of its own for every call.
+// Functions of the simulator that compiled kernels call. `site` stands for the calling line of the
+// kernel: instrumentation replaces __MSL_SITE by a different number for every call.
 #pragma once
 #include "vec.h"
 
@@ -17,7 +17,7 @@ void __sim_barrier(uint flags, uint site);
 void __sim_simdgroup_barrier(uint flags, uint site);
 void __sim_atomic(ulong address, uint bytes, uint writes, uint site);
 uint __sim_constant_defined(ulong address);
-// What parameters are bound to.
+// Bound arguments.
 ulong __sim_buffer(uint index);
 ulong __sim_threadgroup_argument(uint index);
 ulong __sim_threadgroup_variable(ulong bytes, uint align, uint site);

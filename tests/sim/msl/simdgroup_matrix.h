@@ -46,7 +46,7 @@ __MSL_INLINE simdgroup_matrix<T, C, R> make_diagonal_simdgroup_matrix(T value) {
   return simdgroup_matrix<T, C, R>(value);
 }
 
-// Where a lane's element i lies in memory.
+// Returns the offset in memory of a lane's element i.
 __MSL_INLINE ulong __matrix_offset(uint i, ulong stride, vec<ulong, 2> origin, bool transpose) {
   ulong row = __matrix_row(), column = __matrix_column() + i;
   return transpose ? (origin.y + column) * stride + origin.x + row

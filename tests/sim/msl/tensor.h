@@ -2,8 +2,8 @@
 // of matrices need them: matrices in memory, matrices that the lanes of SIMD-groups hold, and
 // matmul2d. Coordinates are (x, y): column and row.
 //
-// Which lane holds which element is the implementation's choice. MSL_TENSOR_LAYOUT makes it: 0 is
-// the layout that MLX's kernels assume; 1 is another, with an element per lane that is not valid.
+// The implementation chooses which lane holds which element. MSL_TENSOR_LAYOUT selects it: 0 is the
+// layout that MLX's kernels assume; 1 is another, with one invalid element per lane.
 // Elements are in blocks of 16 x 16, eight per lane.
 #pragma once
 #include "array.h"
@@ -258,7 +258,7 @@ constexpr const bool __is_cooperative<metal::cooperative_tensor<T, E, L>> = true
 template <class T>
 using __plain = metal::remove_addrspace_t<metal::remove_reference_t<T>>;
 
-// What a lane contributes to a 16 x 16 block of an operand: its elements of it.
+// Returns a lane's elements of a 16 x 16 block of an operand.
 template <class Acc, class T, class E, class L>
 __MSL_INLINE Acc
 __element_of(const metal::cooperative_tensor<T, E, L>& a, metal::__place block, int e) {

@@ -271,7 +271,7 @@ using __identity_t = typename __identity<T>::type;
 }  // namespace metal
 
 namespace metal {
-// What the translator puts around the operands of ?:.
+// The translator wraps the operands of ?: in this.
 template <class T>
 __MSL_INLINE constexpr remove_cv_t<T> __value(const T& operand) {
   return operand;

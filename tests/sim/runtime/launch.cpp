@@ -221,8 +221,8 @@ uint32_t __sim_attribute(uint32_t kind, uint32_t axis) {
   }
 }
 
-// What -fsanitize=array-bounds and integer-divide-by-zero call. Their data begins with a source
-// place.
+// Handlers of -fsanitize=array-bounds and integer-divide-by-zero. Their data begins with a source
+// location.
 struct SourcePlace {
   const char* file;
   uint32_t line, column;

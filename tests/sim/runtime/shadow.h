@@ -1,5 +1,5 @@
-// Who touched memory last, two bytes at a time: what finds races and reads of what was never
-// written.
+// Records who touched memory last, two bytes at a time, to find races and reads of unwritten
+// memory.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -32,7 +32,7 @@ struct Cell {
   uint32_t written;  // run << 2 | bytes written so far
 };
 
-// What a message calls the memory that was accessed; made when there is a message.
+// Names the accessed memory in a message; built only for a message.
 struct Name {
   std::string (*make)(const void* memory, uint64_t offset);
   const void* memory;
@@ -55,7 +55,7 @@ class Shadow {
   LazyMemory cells_;
 };
 
-// Which bytes of a buffer were accessed at all.
+// Marks the accessed bytes of a buffer.
 class Touched {
  public:
   void open(uint64_t bytes) {

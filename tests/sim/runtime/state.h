@@ -1,4 +1,4 @@
-// What the parts of the simulator share: tables of the compiled kernels, the launch in progress.
+// Shared state of the simulator: tables of the compiled kernels, the launch in progress.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -18,7 +18,7 @@ struct Dim {
   Dim at(uint64_t i) const { return {uint32_t(i % x), uint32_t(i / x % y), uint32_t(i / x / y)}; }
 };
 
-// What barriers order; the index of epochs.
+// The memory that a barrier orders; the index of epochs.
 enum Memory { kDevice = 0, kThreadgroup = 1 };
 
 // A collective: a SIMD-group's, or a quad's.

@@ -1,4 +1,4 @@
-// What is written beside the kernels when they are compiled.
+// Tables that are generated with the compiled kernels.
 #pragma once
 #include <stdint.h>
 

@@ -1,4 +1,4 @@
-// What MLX's bf16_math.h uses of the internals of Apple's compiler, in terms of Metal's library.
+// The compiler internals that MLX's bf16_math.h uses, in terms of Metal's library.
 #pragma once
 #include <metal_stdlib>
 

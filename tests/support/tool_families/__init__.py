@@ -41,7 +41,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Family:
-    """What the tests need to know of a family.
+    """A family of tool parsers, for the tests.
 
     Attributes:
         name: vLLM's name of its parser.

@@ -57,7 +57,7 @@ FAMILIES = [
                     ),
                 ),
             ),
-            # What is written of a call is reported when the answer ends within it.
+            # An incomplete call is reported as far as it was written.
             Golden(
                 "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Os",
                 calls=(Call("get_weather", is_complete=False, text='{"city": "Os'),),

@@ -1,5 +1,5 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
-// What metal-cpp names of Apple's SDK, no more.
+// The parts of Apple's SDK that metal-cpp names, and no more.
 #pragma once
 
 using IOSurfaceRef = struct __IOSurface*;
