@@ -35,6 +35,7 @@ from mlx_paged.server import (
 from mlx_paged.server.batches import bodies as batch_bodies
 from mlx_paged.server.batches import endpoints as batches
 from mlx_paged.server.batches import messages as message_batches
+from mlx_paged.server.batches.runner import SPARE
 from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.catalog import OneModelCatalog
 from mlx_paged.server.chat import chat_completions
@@ -442,7 +443,7 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
         model = context.models.default
         await model.start(context.metrics)
         if model.failure is None:
-            start_batches(context)
+            start_batches(context, model.info.config.max_num_seqs + SPARE)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

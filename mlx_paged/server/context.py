@@ -96,6 +96,7 @@ class ServerContext(ABC):
         mcp_servers: MCP servers of the configuration, which the page may use.
         page_servers: MCP servers that users add on the page; None: they may not.
         documents: Extracts the text of PDFs.
+        batches: Files and batches of clients; None: this server has none.
     """
 
     config: ServerConfig
@@ -105,6 +106,7 @@ class ServerContext(ABC):
     mcp_servers: McpServers | None = None
     page_servers: PageServers | None = None
     documents: Documents = field(default_factory=Documents)
+    batches: BatchManager | None = None
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)
@@ -130,6 +132,17 @@ class ServerContext(ABC):
 
         Raises:
             ApiError: 404, there is no such model.
+        """
+
+    @abstractmethod
+    def check_runner(self, runner: str, path: str) -> None:
+        """Refuses requests that no model of this server could answer.
+
+        Args:
+            runner: The engine's runner that they need.
+
+        Raises:
+            ApiError: 400.
         """
 
     def hold_body(self, trace: RequestLog, size: int) -> None:
@@ -176,6 +189,8 @@ class ServerContext(ABC):
         """Takes no more requests, nor the rest of those that are still arriving."""
         self.draining = True
         self.drained.set()
+        if self.batches is not None:
+            self.batches.stop()
         for arriving in self._arriving:
             if not arriving.expired():
                 arriving.reschedule(asyncio.get_running_loop().time())
@@ -205,13 +220,11 @@ class Context(ServerContext):
         models: The models that are served.
         background: Responses that run without a request.
         tracing: Makes OpenTelemetry spans; None: there are none.
-        batches: Files and batches of clients; None: this server has none.
         underway: The requests that run in an engine now.
     """
 
     models: ModelRegistry = field(kw_only=True)
     background: BackgroundRuns = field(init=False)
-    batches: BatchManager | None = None
     underway: set[Work] = field(default_factory=set)
     tracing: Tracing | None = None
 
@@ -244,12 +257,14 @@ class Context(ServerContext):
         """See `ServerContext`."""
         return self.models.find(name).name
 
+    def check_runner(self, runner: str, path: str) -> None:
+        """See `ServerContext`."""
+        self.models.default.check_runner(runner, path)
+
     def drain(self) -> None:
         """See `ServerContext`."""
         super().drain()
         self.background.drain()
-        if self.batches is not None:
-            self.batches.stop()
 
 
 def server_context_of(request: Request) -> ServerContext:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+
+from starlette.types import ASGIApp
 
 from mlx_paged.engine.client import EngineClient
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import Context
-from mlx_paged.server.served_model import ServedModel
+from mlx_paged.server.router.link import RouterLink
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class EngineService:
     Args:
         engine: It may still be loading.
         address: The address that the server listens on; "" for a Unix domain socket.
-        on_started: Called when the model is served, or failed.
+        link: Connects this process to its router; None: there is none.
     """
 
     def __init__(
@@ -33,12 +34,13 @@ class EngineService:
         engine: EngineClient,
         config: ServerConfig,
         address: str,
-        on_started: Callable[[ServedModel], Awaitable[None]] | None = None,
+        link: RouterLink | None = None,
     ) -> None:
         self._engine = engine
-        self._on_started = on_started
-        self.app = create_app(engine, config, address)
-        self._context: Context = self.app.state.context
+        self._link = link
+        app = create_app(engine, config, address)
+        self._context: Context = app.state.context
+        self.app: ASGIApp = app if link is None else link.around(app)
 
     @property
     def is_draining(self) -> bool:
@@ -63,8 +65,8 @@ class EngineService:
         """Logs that the engine is ready; returns when it has failed or stopped."""
         model = self._context.models.default
         await model.started_or_failed()
-        if self._on_started is not None:
-            await self._on_started(model)
+        if self._link is not None:
+            await self._link.started(model)
         if model.failure is None:
             logger.info("ready: model %s at %s", model.name, address)
             defaults = model.defaults

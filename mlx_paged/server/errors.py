@@ -31,7 +31,9 @@ from mlx_paged.server.responses import ErrorAnswer
 
 #: Codes of requests that are refused because memory is short now: for the bodies of requests under
 #: way, or in the whole system.
-BODY_MEMORY, MEMORY_PRESSURE = SHORT_OF_MEMORY = ("body_memory", "memory_pressure")
+BODY_MEMORY, MEMORY_PRESSURE, MEMORY_BUDGET = SHORT_OF_MEMORY = (
+    "body_memory", "memory_pressure", "memory_budget",
+)  # fmt: skip
 #: Seconds after which a refused client may retry.
 RETRY_AFTER = 1
 

@@ -85,7 +85,8 @@ class RequestMiddleware:
             await send(message)
 
         # A WebSocket counts its turns instead.
-        load = int(scope["type"] == "http" and trace.path in self._generating)
+        is_load = scope["type"] == "http" and not trace.background
+        load = int(is_load and trace.path in self._generating)
         self._metrics.server_load += load
         try:
             await self._app(scope, receive, send_with_id)
@@ -102,7 +103,8 @@ class RequestMiddleware:
 
     def _log_end(self, trace: RequestLog) -> None:
         known = trace.path in self._paths
-        log_end(trace, self._metrics, log=self._log, path=trace.path if known else "other")
+        log = self._log and not trace.background
+        log_end(trace, self._metrics, log=log, path=trace.path if known else "other")
 
 
 def log_end(trace: RequestLog, metrics: Metrics, *, log: bool, path: str | None = None) -> None:

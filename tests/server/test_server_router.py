@@ -20,12 +20,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.adapters import random_layers, write_mlx
 from support.models import embedded
+from support.routers import Router, running_router
 from support.server_helpers import events, process, until
 from typer.testing import CliRunner
 
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.router import forward
 from mlx_paged.server.router.forward import keep_alive_of
 
 PROMPT = "def is_even(n: int) -> bool:\n"
@@ -57,11 +59,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def router(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
+def damaged(folder: Path) -> Path:
+    """A model that cannot be loaded."""
+    (folder / "damaged").mkdir()
+    (folder / "damaged/config.json").write_text('{"model_type": "llama"}')
+    return folder / "damaged"
+
+
+@pytest.fixture(scope="module")
+def router(folder: Path, damaged: Path) -> Iterator[Router]:
     """Serves "first" and "second" (other weights, options of its own), and "broken"."""
-    damaged = folder / "damaged"
-    damaged.mkdir()
-    (damaged / "config.json").write_text('{"model_type": "llama"}')
     file = folder / "models.yaml"
     second = {
         "model": str(other_weights(folder / "other")),
@@ -76,16 +83,13 @@ def router(folder: Path) -> Iterator[tuple[psutil.Process, str]]:
         },
     }
     file.write_text(json.dumps([second, {"model": str(damaged), "name": "broken"}]))
-    # Nothing reads the log, which must fit into the pipe.
-    quiet = ("--disable-log-requests", "--log-level", "warning")
-    options = ("--model", f"first={model_path()}", "--models-config", str(file), *quiet)
-    with process(*options) as (started, url):
-        yield psutil.Process(started.pid), url
+    with running_router("--model", f"first={model_path()}", "--models-config", str(file)) as found:
+        yield found
 
 
 @pytest.fixture
-def client(router: tuple[psutil.Process, str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=router[1], timeout=300) as client:
+def client(router: Router) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=router.url, timeout=300) as client:
         yield client
 
 
@@ -148,10 +152,10 @@ def test_models_and_their_states(client: httpx.Client) -> None:
     assert client.get("/v1/models", headers=headers).json()["data"][1]["max_tokens"] == 256
 
 
-def test_clients_of_ollama(router: tuple[psutil.Process, str], client: httpx.Client) -> None:
+def test_clients_of_ollama(router: Router, client: httpx.Client) -> None:
     ask = [{"role": "user", "content": "hello"}]
     options = {"num_predict": 4, "temperature": 0}
-    with ollama.Client(host=router[1]) as asking:
+    with ollama.Client(host=router.url) as asking:
         names = [model.model for model in asking.list().models]
         assert names == ["first", "second", "2nd", "sql", "broken"]
         for name in ("first", "2nd:latest"):
@@ -180,7 +184,13 @@ def test_clients_of_ollama(router: tuple[psutil.Process, str], client: httpx.Cli
     assert client.post("/api/v0/chat/completions", json=chat).json()["stats"]
 
 
-def test_a_stream_that_waits_gets_comments(client: httpx.Client) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams begin with a comment if their model is not loaded at once."""
+    monkeypatch.setattr(forward, "_PATIENCE", 0.0)
+
+
+def test_a_stream_that_waits_gets_comments(client: httpx.Client, impatient: None) -> None:
     expected = complete(client, "second")
     unloaded(client, "second")
     body = {**GREEDY, "model": "second", "stream": True}
@@ -191,7 +201,7 @@ def test_a_stream_that_waits_gets_comments(client: httpx.Client) -> None:
     assert "".join(event["choices"][0]["text"] for event in told) == expected
 
 
-def test_an_error_after_comments_is_an_event(client: httpx.Client) -> None:
+def test_an_error_after_comments_is_an_event(client: httpx.Client, impatient: None) -> None:
     unloaded(client, "second")
     body = {**LONG, "model": "second", "max_tokens": 300}
     answer = client.post("/v1/completions", json=body)
@@ -292,13 +302,13 @@ def test_an_unload_waits_for_a_stream_and_a_client_may_leave(client: httpx.Clien
     complete(client, "first")
 
 
-def test_a_request_can_be_aborted(router: tuple[psutil.Process, str], client: httpx.Client) -> None:
+def test_a_request_can_be_aborted(router: Router, client: httpx.Client) -> None:
     complete(client, "first")
     ended: list[httpx.Response] = []
 
     def ask() -> None:
         body = {**LONG, "stream": False, "model": "first", "request_id": "mine"}
-        ended.append(httpx.post(f"{router[1]}/v1/completions", json=body, timeout=300))
+        ended.append(httpx.post(f"{router.url}/v1/completions", json=body, timeout=300))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -307,72 +317,75 @@ def test_a_request_can_be_aborted(router: tuple[psutil.Process, str], client: ht
     assert ended[0].status_code == 499 and ended[0].headers["x-request-id"] == "mine"
 
 
-def test_a_model_whose_process_is_killed_comes_back(
-    router: tuple[psutil.Process, str], client: httpx.Client
-) -> None:
-    expected = complete(client, "first")
-    unloaded(client, "second")
-    [child] = router[0].children()
-    with client.stream("POST", "/v1/completions", json={**LONG, "model": "first"}) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        child.kill()
-        text = "\n".join(lines)
-    assert "model_failed" in text and text.rstrip().endswith("data: [DONE]")
-    until(lambda: state_of(client, "first").get("failed"))
-    assert "SIGKILL" in state_of(client, "first")["reason"]
-    assert complete(client, "first") == expected
+# Processes.
 
 
-# Ends of the server.
-
-
-def test_sigterm_while_loading_and_with_a_stream() -> None:
-    models = (f"--model=a={model_path()}", f"--model=b={model_path()}")
-    with process(*models, "--log-format", "json") as (server, url):
-        lines: list[str] = []
-
-        def read(body: dict[str, Any]) -> None:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
-                lines.extend(answer.iter_lines())
-
-        first = threading.Thread(target=read, args=({**LONG, "model": "a", "max_tokens": 200},))
-        first.start()
-        until(lambda: lines)
+def test_processes_fail_die_and_end_with_the_server(damaged: Path) -> None:
+    models = (f"--model=a={model_path()}", f"--model=b={model_path()}", f"--model=broken={damaged}")
+    with (
+        process(*models, "--log-format", "json") as (server, url),
+        httpx.Client(base_url=url, timeout=300) as client,
+    ):
+        answer = client.post("/v1/completions", json={**GREEDY, "model": "broken"})
+        assert answer.status_code == 503 and "damaged" in answer.json()["error"]["message"]
+        expected = complete(client, "a")
         [child] = psutil.Process(server.pid).children()
-        waiting: list[httpx.Response] = []
+        with client.stream("POST", "/v1/completions", json={**LONG, "model": "a"}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            child.kill()
+            text = "\n".join(lines)
+        assert "model_failed" in text and text.rstrip().endswith("data: [DONE]")
+        until(lambda: state_of(client, "a").get("failed"))
+        assert "SIGKILL" in state_of(client, "a")["reason"]
+        assert complete(client, "a") == expected
+        ends_while_loading_and_with_a_stream(server, url)
 
-        def wait() -> None:
-            body = {**GREEDY, "model": "b"}
-            waiting.append(httpx.post(f"{url}/v1/completions", json=body, timeout=300))
 
-        second = threading.Thread(target=wait)
-        second.start()
-        until(lambda: len(psutil.Process(server.pid).children()) == 2)
-        children = psutil.Process(server.pid).children()
-        server.send_signal(signal.SIGTERM)
-        second.join(300)
-        assert waiting[0].json()["error"]["code"] == "shutting_down", waiting[0].text
-        first.join(300)
-        assert lines[-2] == "data: [DONE]" and '"finish_reason":"length"' in "".join(lines)
-        _, log = server.communicate(timeout=300)
-        assert server.returncode == 0, log
-        assert child in children and not any(each.is_running() for each in children)
-        assert all(line.startswith('{"time"') for line in log.splitlines()), log
-        told = [json.loads(line) for line in log.splitlines()]
-        [line] = [t for t in told if t["message"] == "request" and "finish_reason" in t]
-        assert (line["model"], line["completion_tokens"]) == ("a", 200)
+def ends_while_loading_and_with_a_stream(server: Any, url: str) -> None:
+    """SIGTERM lets a stream of "a" finish, and refuses a request that waits for "b"."""
+    found: list[str] = []
+
+    def read(body: dict[str, Any]) -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
+            found.extend(answer.iter_lines())
+
+    first = threading.Thread(target=read, args=({**LONG, "model": "a", "max_tokens": 200},))
+    first.start()
+    until(lambda: found)
+    waiting: list[httpx.Response] = []
+
+    def wait() -> None:
+        body = {**GREEDY, "model": "b"}
+        waiting.append(httpx.post(f"{url}/v1/completions", json=body, timeout=300))
+
+    second = threading.Thread(target=wait)
+    second.start()
+    until(lambda: len(psutil.Process(server.pid).children()) == 2)
+    children = psutil.Process(server.pid).children()
+    server.send_signal(signal.SIGTERM)
+    second.join(300)
+    assert waiting[0].json()["error"]["code"] == "shutting_down", waiting[0].text
+    first.join(300)
+    assert found[-2] == "data: [DONE]" and '"finish_reason":"length"' in "".join(found)
+    _, log = server.communicate(timeout=300)
+    assert server.returncode == 0, log
+    assert not any(each.is_running() for each in children)
+    assert all(line.startswith('{"time"') for line in log.splitlines()), log
+    told = [json.loads(line) for line in log.splitlines()]
+    ended = [t for t in told if t["message"] == "request" and t.get("completion_tokens") == 200]
+    assert [t["model"] for t in ended] == ["a"]
 
 
 def test_processes_end_with_a_router_that_is_killed() -> None:
-    models = (f"--model=a={model_path()}", f"--model=b={model_path()}", "--preload-model=a")
+    models = (f"--model=a={model_path()}", f"--model=b={model_path()}")
     # In /tmp, because the paths of sockets must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        with process(*models, "--preload-model=b", TMPDIR=folder) as (server, _):
-            children = psutil.Process(server.pid).children()
-            assert len(children) == len(list(Path(folder).glob("mlx-paged-*/*.sock"))) == 2
+        with process(*models, TMPDIR=folder) as (server, _):
+            [child] = psutil.Process(server.pid).children()
+            assert len(list(Path(folder).glob("mlx-paged-*/*.sock"))) == 1
             server.kill()
-            until(lambda: not any(each.is_running() for each in children))
+            until(lambda: not child.is_running())
         assert not list(Path(folder).glob("mlx-paged-*"))
 
 
@@ -487,7 +500,6 @@ def test_a_wrong_file_of_models_is_refused(tmp_path: Path, entries: str, said: s
     [
         (["--memory-budget", "4"], "several models"),
         (["--model", "a=x", "--model", "b=y", "--pin-model", "c"], "a name of a model (a, b)"),
-        (["--model", "a=x", "--model", "b=y", "--files-dir", "/tmp"], "one model only"),
         (["--model", "a=x", "--model", "=y"], "NAME=PATH"),
     ],
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from mlx_paged.extras import needs_extra
 
 if TYPE_CHECKING:
     from mlx_paged.server.config import ServerConfig
-    from mlx_paged.server.served_model import ServedModel
+    from mlx_paged.server.engine_service import EngineService
+    from mlx_paged.server.router.link import RouterLink
 
 # Options of `EngineConfig` that are mappings.
 _JSON_OBJECTS = (
@@ -69,37 +71,39 @@ class OneModel:
             model, options.dtype, engine, config, generation_config_of(options.generation_config)
         )
 
-    def run(
-        self,
-        server: ServerOptions,
-        on_started: Callable[[ServedModel], Awaitable[None]] | None = None,
-    ) -> int:
+    def run(self, server: ServerOptions, link: RouterLink | None = None) -> int:
         """Serves it alone; returns the exit status. See `server.run.serve`.
 
         Args:
-            on_started: See `EngineService`; it is given in the process of a router.
+            link: Connects this process to its router; None: there is none.
+        """
+        from mlx_paged.server import run
+
+        return run.serve(
+            partial(self.service, link=link),
+            self.config,
+            **access.listening(server),
+            is_behind_router=link is not None,
+        )
+
+    def service(self, address: str, link: RouterLink | None = None) -> EngineService:
+        """Starts its engine, and returns what serves it.
+
+        Args:
+            address: The address that the server listens on.
         """
         from mlx_paged.cli.progress import kernel_bar
         from mlx_paged.engine.async_engine import AsyncEngine
-        from mlx_paged.server import run
         from mlx_paged.server.engine_service import EngineService
 
-        def make_service(address: str) -> EngineService:
-            engine = AsyncEngine.from_model(
-                self.model,
-                dtype=self.dtype,
-                generation_config=self.sampling,
-                on_kernel=kernel_bar(),
-                **self.engine,
-            )
-            return EngineService(engine, self.config, address, on_started)
-
-        return run.serve(
-            make_service,
-            self.config,
-            **access.listening(server),
-            is_behind_router=on_started is not None,
+        engine = AsyncEngine.from_model(
+            self.model,
+            dtype=self.dtype,
+            generation_config=self.sampling,
+            on_kernel=kernel_bar(),
+            **self.engine,
         )
+        return EngineService(engine, self.config, address, link)
 
 
 def _server_config(model: str | None, options: ModelOptions, server: ServerOptions) -> ServerConfig:

@@ -48,9 +48,6 @@ def run_several(
     from mlx_paged.server.router.spec import ModelSpec, check_names
 
     access.check(server)
-    for name in ("files_dir", "tokens_per_minute"):
-        if getattr(server, name) is not None:
-            raise InvalidParameterError(name, "given with one model only", getattr(server, name))
     given = several.memory_budget
     budget = default_budget() if given is None else int(given * _GIB)
     shared = {name: getattr(server, name) for name in _SHARED}
@@ -68,12 +65,13 @@ def run_several(
                 name,
                 model.model,
                 tuple(aliases),
-                _kv_bytes(options),
-                model.pinned,
-                model.preload,
-                model.ttl,
-                tuple(adapter for adapter, _ in checked.config.lora_modules),
-                pickle.dumps((model.model, options, own)),
+                kv_bytes=_kv_bytes(options),
+                pinned=model.pinned,
+                preload=model.preload,
+                ttl=model.ttl,
+                adapters=tuple(adapter for adapter, _ in checked.config.lora_modules),
+                max_num_seqs=options.max_num_seqs,
+                launch=pickle.dumps((model.model, options, own)),
             )
         )
     check_names(tuple(specs))
@@ -82,10 +80,7 @@ def run_several(
         **{**fields_of(ServerConfig, server), **access.config_fields(server)},
         served_model_names=tuple(spec.name for spec in specs),
     )
-    keys = keys_of(config)
-    if any(limits.tokens is not None for limits in keys.values()):
-        expected = "without tokens_per_minute, which needs a server of one model"
-        raise InvalidParameterError("api_key_file", expected, str(server.api_key_file))
+    keys_of(config)
 
     def make_service(address: str) -> RouterService:
         return RouterService(specs, config, address, entry=_ENTRY, budget=budget)

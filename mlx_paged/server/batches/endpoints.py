@@ -20,7 +20,7 @@ from mlx_paged.server.batches.lines import URLS
 from mlx_paged.server.batches.manager import BatchManager, new_batch_id
 from mlx_paged.server.batches.records import BatchRecord
 from mlx_paged.server.batches.uploads import read_form, receiving, storing
-from mlx_paged.server.context import context_of, request_log_of
+from mlx_paged.server.context import request_log_of, server_context_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.streaming import json_response
@@ -47,7 +47,7 @@ def manager_of(request: Request) -> BatchManager:
     Raises:
         ApiError: 404, it has none.
     """
-    manager = context_of(request).batches
+    manager = server_context_of(request).batches
     if manager is None:
         message = "this server keeps no files and batches: start it with --files-dir"
         raise ApiError(404, message, code="files_disabled")
@@ -59,7 +59,7 @@ def manager_of(request: Request) -> BatchManager:
 
 async def upload(request: Request) -> Response:
     """Receives a file."""
-    manager, config = manager_of(request), context_of(request).config
+    manager, config = manager_of(request), server_context_of(request).config
     await manager.sweep()
     async with receiving(manager.folder, config, "the file") as to:
         filename, fields = await read_form(request, to, config.max_file_size)
@@ -205,7 +205,7 @@ async def create_batch(request: Request) -> Response:
             "endpoint", f"endpoint must be of {expected} but got {shorten(body.endpoint, 64)!r}"
         )
     runner = "generate" if body.endpoint in _GENERATING else "pooling"
-    context_of(request).models.default.check_runner(runner, body.endpoint)
+    server_context_of(request).check_runner(runner, body.endpoint)
     file = manager.folder.files.get(body.input_file_id)
     unknown = bad_request(
         "input_file_id",

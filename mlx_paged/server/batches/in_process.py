@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -17,6 +18,8 @@ _UNAVAILABLE = (503, 529)
 _WAITS = tuple(f'"{code}"'.encode() for code in SHORT_OF_MEMORY)
 # Seconds until a request that found the server busy is retried: the first time, and at most.
 _FIRST_WAIT, _MAX_WAIT = 0.02, 1.0
+# Times a request is sent while the server goes on without the model that should answer it.
+_MAX_TRIES = 3
 
 
 class InProcess:
@@ -24,11 +27,16 @@ class InProcess:
 
     Args:
         app: The application.
+        has_ended: Called when a request is refused; True if the server takes no more of them.
+            Otherwise the model's process has ended, and the next request starts it again.
         state: Added to the scope of each request, which no client of the network can do.
     """
 
-    def __init__(self, app: ASGIApp, **state: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, has_ended: Callable[[], bool] = lambda: True, **state: Any
+    ) -> None:
         self._app = app
+        self._has_ended = has_ended
         self._state = state
         self._num_inside = 0  # requests that the application has
 
@@ -43,6 +51,7 @@ class InProcess:
             EngineDeadError: The server takes no more requests.
         """
         delay = _FIRST_WAIT
+        num_failures = 0
         while True:
             self._num_inside += 1
             try:
@@ -52,9 +61,13 @@ class InProcess:
             unavailable = reply.status_code in _UNAVAILABLE
             waits_for_memory = unavailable and any(code in reply.body for code in _WAITS)
             if unavailable and not waits_for_memory:
-                raise EngineDeadError("it failed while it worked on the batch")
+                if self._has_ended():
+                    raise EngineDeadError("it failed while it worked on the batch")
+                num_failures += 1
+                if num_failures == _MAX_TRIES:
+                    return reply
             # It is alone and still too much for the queue, so it will never fit.
-            if not waits_for_memory and (reply.status_code != 429 or not self._num_inside):
+            elif not waits_for_memory and (reply.status_code != 429 or not self._num_inside):
                 return reply
             await asyncio.sleep(delay)
             delay = min(2 * delay, _MAX_WAIT)
@@ -82,6 +95,7 @@ class InProcess:
             "root_path": "",
             "query_string": b"",
             "headers": [
+                (b"host", b"localhost"),
                 (b"content-type", b"application/json"),
                 (b"x-request-id", request_id.encode()),
             ],

@@ -34,7 +34,7 @@ from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.batches.uploads import read_large, receiving, storing
 from mlx_paged.server.bodies import Body, Label
 from mlx_paged.server.body_bounds import BodyBounds
-from mlx_paged.server.context import context_of, request_log_of
+from mlx_paged.server.context import request_log_of, server_context_of
 from mlx_paged.server.errors import ApiError, bad_request, message_error
 from mlx_paged.server.requests import check_content, validated
 
@@ -108,7 +108,7 @@ class MessageBatchDeleted(TypedDict):
 
 async def create(request: Request) -> Response:
     """Takes a batch."""
-    manager, context = manager_of(request), context_of(request)
+    manager, context = manager_of(request), server_context_of(request)
     context.check_takes_requests()
     check_content(request)
     manager.check_room()
@@ -147,7 +147,7 @@ def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) 
         ApiError: 400 that names a field; 503 when the server shuts down.
     """
     splitter, custom_ids = RequestSplitter(manager.max_line), set[str]()
-    context = context_of(request)
+    context = server_context_of(request)
     began = time.monotonic()
     with body.open("rb") as source, open_new(to) as lines:
         while piece := source.read(_PIECE_SIZE):

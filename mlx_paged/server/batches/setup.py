@@ -14,14 +14,13 @@ from starlette.routing import BaseRoute
 from mlx_paged.server.batches.folder import Folder
 from mlx_paged.server.batches.in_process import InProcess
 from mlx_paged.server.batches.manager import BatchManager
-from mlx_paged.server.batches.runner import SPARE
 from mlx_paged.server.body_bounds import MAX_TOKEN_IDS, BodyBounds
-from mlx_paged.server.context import Context
+from mlx_paged.server.context import Phase, ServerContext
 from mlx_paged.server.middleware import RequestMiddleware
 
 
 def add_batches(
-    context: Context,
+    context: ServerContext,
     routes: Sequence[BaseRoute],
     exception_handlers: Mapping[Any, Callable[..., Any]],
 ) -> None:
@@ -45,22 +44,29 @@ def add_batches(
         exception_handlers=dict(exception_handlers),
     )  # fmt: skip
     inner.state.context = context
+
+    def has_ended() -> bool:
+        return context.phase is not Phase.READY
+
     folder = Folder(Path(context.config.files_dir))
     try:
-        context.batches = BatchManager(folder, InProcess(inner, background=True).post)
+        context.batches = BatchManager(folder, InProcess(inner, has_ended, background=True).post)
     except BaseException:
         folder.close()
         raise
 
 
-def start_batches(context: Context) -> None:
-    """Resumes unfinished batches, once the engine is ready."""
+def start_batches(context: ServerContext, max_lines: int) -> None:
+    """Resumes unfinished batches, once the server takes requests.
+
+    Args:
+        max_lines: Maximum lines in flight, unless the configuration has one.
+    """
     if context.batches is None:
         return
-    most, model = context.config.max_batch_lines, context.models.default
-    limit = context.models.max_model_len
+    most, limit = context.config.max_batch_lines, context.max_model_len
     context.batches.start(
-        model.info.config.max_num_seqs + SPARE if most is None else most,
-        context.models.max_body_size,
+        max_lines if most is None else most,
+        context.max_body_size,
         partial(BodyBounds, max(MAX_TOKEN_IDS, limit or 0), limit, is_in_line=True),
     )

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 PATH = "/v1/responses"
 #: Maximum lifetime of a connection in seconds, as in OpenAI's API.
 MAX_AGE = 3600.0
-# Maximum waiting messages while a response is generated.
-_MAX_WAITING = 16
+#: Maximum waiting messages while a response is generated.
+MAX_WAITING = 16
 _GOING_AWAY, _NORMAL = 1001, 1000
 _DATA = b"\ndata: "
 # Headers of the handshake that name the client's span.
@@ -147,11 +147,11 @@ class _Session:
             ApiError: 429 or 503, too many messages or bytes would wait.
         """
         most = self._context.models.max_body_size
-        is_full = self._inbox.qsize() >= _MAX_WAITING or self._num_waiting + num_more > most
+        is_full = self._inbox.qsize() >= MAX_WAITING or self._num_waiting + num_more > most
         if num_more > 0 and is_full and self._num_waiting:
             raise ApiError(
                 429,
-                f"at most {_MAX_WAITING} messages of {most} bytes together may wait for the "
+                f"at most {MAX_WAITING} messages of {most} bytes together may wait for the "
                 "response before them",
                 code="too_many_messages",
             )

@@ -13,11 +13,13 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from mlx_paged.server import endpoints as common
 from mlx_paged.server import lora, responses, shell
 from mlx_paged.server.app import API, Operation, document_of
+from mlx_paged.server.batches.runner import SPARE
+from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.ollama import models as ollama_models
-from mlx_paged.server.responses_api import websocket
-from mlx_paged.server.router import endpoints, forward
+from mlx_paged.server.responses_api import websocket as response_websocket
+from mlx_paged.server.router import endpoints, forward, websocket
 from mlx_paged.server.router.context import RouterContext, router_of
 from mlx_paged.server.router.pool import ModelPool
 from mlx_paged.server.shell import Endpoint
@@ -87,8 +89,11 @@ def create_router(pool: ModelPool, config: ServerConfig, address: str = "127.0.0
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        start_batches(context, SPARE + max(model.spec.max_num_seqs for model in pool.models))
         async with shell.running_tools(context):
             yield
+        if context.batches is not None:
+            await context.batches.close()
 
     methods: dict[str, dict[str, Endpoint]] = {}
     for operation in operations():
@@ -97,16 +102,20 @@ def create_router(pool: ModelPool, config: ServerConfig, address: str = "127.0.0
         Route(path, shell.by_method(found), methods=list(found)) for path, found in methods.items()
     ]
     routes.append(Route("/models/{model:path}", endpoints.model, methods=["GET"]))
+    routes.append(WebSocketRoute(response_websocket.PATH, websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", forward.forward, methods=["POST"]))
     routes += [Route(path, ollama_models.refuse, methods=[m]) for path, m in ollama_models.REFUSED]
     routes += shell.page_routes(context, _document)
-    routes.append(WebSocketRoute("/{path:path}", websocket.no_socket))
+    routes.append(WebSocketRoute("/{path:path}", response_websocket.no_socket))
     paths = [route.path for route in routes if isinstance(route, Route)]
     generating = [operation.path for operation in API if operation.needs_runner is not None]
+    handlers = dict(shell.HANDLERS)
+    if config.files_dir is not None:
+        add_batches(context, routes, handlers)
     app = Starlette(
         routes=routes,
         middleware=shell.middleware_of(context, address, paths, generating),
-        exception_handlers=dict(shell.HANDLERS),
+        exception_handlers=handlers,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
@@ -130,7 +139,7 @@ def _endpoint_of(operation: Operation) -> Endpoint:
     if path in _ANSWERED:
         return _ANSWERED[path]
     if path.startswith(_BATCHES):
-        return endpoints.no_batches
+        return operation.endpoint
     if operation.endpoint in (lora.load_adapter, lora.unload_adapter):
         return endpoints.change_adapters
     return forward.forward if operation.body is not None else forward.forward_to_owner

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from mlx_paged.server.config import MAX_MEDIA_BODY_SIZE
 from mlx_paged.server.context import Phase, ServerContext
+from mlx_paged.server.router.ledger import Ledger
 from mlx_paged.server.router.pool import ModelPool
 
 
@@ -17,10 +18,12 @@ class RouterContext(ServerContext):
 
     Attributes:
         pool: The models.
+        ledger: Charges clients for the tokens that the models' processes report.
         is_preloading: True until the models to preload are loaded, or failed.
     """
 
     pool: ModelPool = field(kw_only=True)
+    ledger: Ledger = field(default_factory=Ledger)
     is_preloading: bool = False
 
     @property
@@ -41,6 +44,9 @@ class RouterContext(ServerContext):
     def served_name(self, name: str) -> str:
         """See `ServerContext`."""
         return self.pool.find(name).name
+
+    def check_runner(self, runner: str, path: str) -> None:
+        """See `ServerContext`; the process of the model checks it."""
 
     def drain(self) -> None:
         """See `ServerContext`."""

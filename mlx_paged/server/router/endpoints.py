@@ -21,7 +21,7 @@ from mlx_paged.server.bodies import Body
 from mlx_paged.server.catalog import ModelState, ModelStatus
 from mlx_paged.server.context import Phase
 from mlx_paged.server.endpoints import model_info
-from mlx_paged.server.errors import ApiError, speaks_anthropic
+from mlx_paged.server.errors import speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.router.context import RouterContext, router_of
@@ -231,12 +231,6 @@ async def reset_prefix_cache(request: Request) -> Response:
     answers = await _ask_all(context, "POST", "/reset_prefix_cache")
     counts = [json.loads(body)["num_blocks"] for _, status, body in answers if status == 200]
     return JSONResponse(responses.Reset(num_blocks=sum(counts)))
-
-
-async def no_batches(request: Request) -> Response:
-    """Refuses files and batches, which a server of several models does not have."""
-    message = "a server of several models keeps no files and batches: start one for one model"
-    raise ApiError(404, message, code="files_disabled")
 
 
 async def _ask_all(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -32,8 +32,10 @@ from mlx_paged.server.errors import (
 from mlx_paged.server.messages.answers import MessageError
 from mlx_paged.server.ollama.bodies import seconds_of
 from mlx_paged.server.ollama.endpoints import answer_to_unload
+from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.responses import ErrorAnswer
-from mlx_paged.server.router.context import router_of
+from mlx_paged.server.router.context import RouterContext, router_of
+from mlx_paged.server.router.link import ACCOUNT, BACKGROUND
 from mlx_paged.server.router.pool import KeepAlive, Lease, PooledModel
 from mlx_paged.server.router.transport import Header, Upstream, UpstreamError
 
@@ -48,6 +50,7 @@ _OWN_HEADERS = frozenset(
         *(b"transfer-encoding", b"content-length", b"expect", b"accept-encoding"),
         *(b"authorization", b"x-api-key", b"origin", b"x-request-id", b"x-forwarded-for"),
         *(b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest", b"cookie"),
+        *(BACKGROUND, ACCOUNT),
     }
 )
 # Headers of responses that the router's own middleware sets.
@@ -57,7 +60,7 @@ _SET_AGAIN = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"da
 BeforeAnswer = Callable[[PooledModel], Awaitable[None]]
 
 
-class _Routed(BaseModel):
+class Routed(BaseModel):
     """The fields of a body that decide where it goes; the process checks the others."""
 
     model_config = ConfigDict(extra="ignore")
@@ -77,15 +80,7 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
         ApiError: 400 for a body without JSON, 404 for an unknown model; see `requests.read_bytes`.
     """
     body = await requests.read_bytes(request)
-    try:
-        routed = _Routed.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["loc"]:
-            raise bad_request("model", f"model: {first['msg']}") from None
-        raise ApiError(
-            400, f"the body is not a JSON object: {first['msg']}", code="invalid_json"
-        ) from None
+    routed = routed_of(body)
     keep_alive = keep_alive_of(routed.keep_alive)
     pool = router_of(request).pool
     model = pool.find(routed.model)
@@ -123,6 +118,23 @@ async def forward_to_owner(request: Request) -> Response:
             raise
         return ForwardedResponse(request, None, b"", KeepAlive.AS_BEFORE, begun=(lease, upstream))
     raise ApiError(404, "no loaded model has this", code="not_found")
+
+
+def routed_of(body: bytes) -> Routed:
+    """Reads the fields that decide where a body goes.
+
+    Raises:
+        ApiError: 400, it is not a JSON object, or `model` is not a string.
+    """
+    try:
+        return Routed.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["loc"]:
+            raise bad_request("model", f"model: {first['msg']}") from None
+        raise ApiError(
+            400, f"the body is not a JSON object: {first['msg']}", code="invalid_json"
+        ) from None
 
 
 def keep_alive_of(given: Any) -> float | KeepAlive | None:
@@ -251,6 +263,7 @@ class ForwardedResponse(Response):
         kind = dict(headers).get(b"content-type", b"")
         if (own := dict(headers).get(b"x-request-id")) is not None:
             request_log_of(self._request).request_id = own.decode()  # The body may have one.
+        await asyncio.sleep(0)  # The tokens that the process has reported before count first.
         if not self._has_begun:
             await self._begin(upstream.status, headers, send)
         elif not kind.startswith(b"text/event-stream"):
@@ -260,6 +273,7 @@ class ForwardedResponse(Response):
             return
         async for chunk in upstream.chunks():
             await send(_body(chunk))
+        await asyncio.sleep(0)
         await send(_body(b"", is_last=True))
 
     async def _begin(self, status: int, headers: list[Header], send: Send) -> None:
@@ -276,24 +290,32 @@ async def _send(request: Request, lease: Lease, body: bytes) -> Upstream:
         ApiError: See `Lease.ready`.
         UpstreamError: There is no response.
     """
-    trace = request_log_of(request)
     target = quote(_path_of(request), safe="/:@!$&'()*+,;=~")
     query = request.scope.get("query_string", b"").decode("latin-1")
     return await Upstream.send(
         await lease.ready(),
         "GET" if request.method == "HEAD" else request.method,  # uvicorn leaves the body out.
         f"{target}?{query}" if query else target,
-        _headers_for(request.scope["headers"], trace),
+        [
+            *(header for header in request.headers.raw if header[0].lower() not in _OWN_HEADERS),
+            *marks_of(request.scope),
+        ],
         body,
     )
 
 
-def _headers_for(given: Iterable[Header], trace: RequestLog) -> list[Header]:
-    headers = [(name, value) for name, value in given if name.lower() not in _OWN_HEADERS]
-    headers.append((b"x-request-id", trace.request_id.encode()))
+def marks_of(scope: Scope) -> list[Header]:
+    """Returns the headers by which the process of a model knows a request of this router."""
+    trace: RequestLog = scope["state"]["trace"]
+    marks = [(b"x-request-id", trace.request_id.encode())]
     if trace.client:
-        headers.append((b"x-forwarded-for", trace.client.encode()))
-    return headers
+        marks.append((b"x-forwarded-for", trace.client.encode()))
+    if trace.background:
+        marks.append((BACKGROUND, b"1"))
+    if (budget := budget_of(scope)) is not None:
+        context: RouterContext = scope["app"].state.context
+        marks.append((ACCOUNT, str(context.ledger.number_of(budget)).encode()))
+    return marks
 
 
 def _path_of(request: Request) -> str:

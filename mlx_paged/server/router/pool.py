@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from mlx_paged.server.catalog import ModelFiles, ModelState, ModelStatus
 from mlx_paged.server.config import DEFAULT_TAG
-from mlx_paged.server.errors import RETRY_AFTER, ApiError, shorten, unavailable
+from mlx_paged.server.errors import MEMORY_BUDGET, RETRY_AFTER, ApiError, shorten, unavailable
 from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
 from mlx_paged.server.router.spec import DEFAULT_NAMES, PROCESS_BYTES, ModelSpec, check_names
 
@@ -409,7 +409,7 @@ class ModelPool:
         kept = sum(m.memory for m in others if m.spec.pinned)
         if kept + model.memory > self.budget:
             return ApiError(507, message, code="model_too_large")
-        return unavailable(message, "memory_budget")
+        return unavailable(message, MEMORY_BUDGET)
 
     async def _watch(self, model: PooledModel, process: ServingProcess) -> None:
         """Notes that a process has ended by itself."""

@@ -9,13 +9,17 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_paged.server.router.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+#: Takes the number of a client's budget, and tokens that it has used.
+OnUsed = Callable[[int, int], None]
 
 # Seconds for a process to end after its requests have; then it is killed.
 _GRACE = 10.0
@@ -73,22 +77,27 @@ class ServingProcess(Protocol):
 class ModelProcess:
     """See `ServingProcess`.
 
-    The child reads its options from stdin, whose end tells it that the router has ended. It writes
-    one line of JSON on stdout: the fields of `LoadedModel`, or why there is none.
+    The child reads its options from stdin, whose end tells it that the router has ended. Its stdout
+    is described in `link`.
     """
 
-    def __init__(self, process: Process, socket: Path) -> None:
+    def __init__(self, process: Process, socket: Path, on_used: OnUsed) -> None:
         self.socket = socket
         self._process = process
-        self._told: asyncio.Task[bytes] = asyncio.create_task(self._read_line())
+        self._on_used = on_used
+        self._loaded: asyncio.Future[dict[str, Any] | None] = asyncio.Future()
+        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def start(cls, entry: str, spec: ModelSpec, socket: Path) -> ModelProcess:
+    async def start(
+        cls, entry: str, spec: ModelSpec, socket: Path, on_used: OnUsed
+    ) -> ModelProcess:
         """Starts a process.
 
         Args:
             entry: The module whose `main` the child runs.
             socket: Path of the socket that it will listen on.
+            on_used: Called with an account and the number of tokens that it has used.
         """
         # The child finds the same modules, and none of the working directory.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
@@ -97,18 +106,17 @@ class ModelProcess:
             stdin=PIPE, stdout=PIPE,
             start_new_session=True,  # Ctrl-C is for the router, which ends its children in order.
         )  # fmt: skip
-        started = cls(process, socket)
+        started = cls(process, socket, on_used)
         assert process.stdin is not None
         process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
         return started
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""
-        line = await asyncio.shield(self._told)
-        if not line:
+        told = await asyncio.shield(self._loaded)
+        if told is None:
             how = await self.ended()
             raise ProcessFailedError(f"its process ended while it was loading ({how})")
-        told = json.loads(line)
         if "failure" in told:
             raise ProcessFailedError(told["failure"])
         return LoadedModel(
@@ -137,7 +145,7 @@ class ModelProcess:
             logger.warning("process %d does not end: it is killed", self._process.pid)
             self.kill()
         await ending
-        self._told.cancel()
+        self._listening.cancel()
         self.socket.unlink(missing_ok=True)
 
     def kill(self) -> None:
@@ -145,6 +153,14 @@ class ModelProcess:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def _read_line(self) -> bytes:
+    async def _listen(self) -> None:
+        """Reads what the process tells, until it ends."""
         assert self._process.stdout is not None
-        return await self._process.stdout.readline()
+        async for line in self._process.stdout:
+            told = json.loads(line)
+            if not self._loaded.done():
+                self._loaded.set_result(told)
+            for account, num_tokens in told.get("used", {}).items():
+                self._on_used(int(account), num_tokens)
+        if not self._loaded.done():
+            self._loaded.set_result(None)

@@ -86,4 +86,5 @@ class RouterService:
         return None
 
     async def _start(self, entry: str, spec: ModelSpec) -> ModelProcess:
-        return await ModelProcess.start(entry, spec, self._folder / f"{next(self._numbers)}.sock")
+        socket = self._folder / f"{next(self._numbers)}.sock"
+        return await ModelProcess.start(entry, spec, socket, self._context.ledger.charge)

@@ -25,6 +25,7 @@ class ModelSpec:
         preload: Load it when the server starts.
         ttl: Seconds without requests after which it is unloaded; None: no limit.
         adapters: Names of the adapters of its options.
+        max_num_seqs: Maximum sequences that it runs at once.
         launch: What its process needs to start, for `ModelProcess`.
     """
 
@@ -36,6 +37,7 @@ class ModelSpec:
     preload: bool = False
     ttl: float | None = None
     adapters: tuple[str, ...] = ()
+    max_num_seqs: int = 256
     launch: bytes = b""
 
     @property

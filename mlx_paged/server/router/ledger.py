@@ -1,0 +1,31 @@
+"""Ledger: charges clients for the tokens that the processes of models report."""
+
+from __future__ import annotations
+
+import itertools
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from mlx_paged.server.rate_limits import Budget
+
+
+class Ledger:
+    """Numbers the budgets of clients. Forgotten ones are no longer charged."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[Budget, int] = WeakKeyDictionary()
+        self._budgets: WeakValueDictionary[int, Budget] = WeakValueDictionary()
+        self._next = itertools.count(1)
+
+    def number_of(self, budget: Budget) -> int:
+        """Returns the number of a budget, the same each time."""
+        number = self._numbers.get(budget)
+        if number is None:
+            number = self._numbers[budget] = next(self._next)
+            self._budgets[number] = budget
+        return number
+
+    def charge(self, number: int, num_tokens: int) -> None:
+        """Counts tokens that were used."""
+        budget = self._budgets.get(number)
+        if budget is not None:
+            budget.charge(num_tokens)
