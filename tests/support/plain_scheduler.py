@@ -127,7 +127,10 @@ class PlainScheduler(Scheduler):
             assert tables.owner.is_running and tables.num_computed_tokens < num_tokens
             assert tables.owner.order[0] <= seq.order[0]
             num_prompt_tokens = seq.request.num_prompt_tokens
-            forks = self.kv.prefixes.keeps_last_token_forkable(num_prompt_tokens)
+            # A sibling whose windows have slid past the prompt is awaited like any other sequence.
+            forks = self.kv.prefixes.keeps_last_token_forkable(
+                num_prompt_tokens
+            ) and self.kv.prefixes.can_fork(tables, num_prompt_tokens - 1)
             if forks and tables.owner.request is seq.request:
                 assert num_tokens == num_prompt_tokens
             else:
