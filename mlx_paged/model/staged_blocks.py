@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +24,9 @@ from mlx_paged.model.block_bytes import BlockBytes, Bytes, NoAccessError, OnRead
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.paged_model import PagedModel
 
-# Bytes of blocks that one transfer takes, which bounds pinned memory.
-_TRANSFER_BYTES = 32 << 20
+# Bytes of blocks that one transfer takes, which bounds pinned memory. Buffers of that have the next
+# power of two bytes, and the numbers of the blocks go along.
+_TRANSFER_BYTES = (32 << 20) - (64 << 10)
 # Writes under way at once: the host prepares one while the device takes the other.
 _MAX_WRITES = 2
 # Reads under way at once. More are asked for only while no sequence runs, so they are waited for.
@@ -89,9 +90,53 @@ class _Words:
         self.beside_shape = blocks, tokens, num_heads, _NO_VALUES
 
     def rows_of(self, data: mx.array) -> mx.array:
-        """Cuts ``[num_blocks, row_bytes / 4]`` int32 into the "keys" of tokens."""
+        """Cuts ``[1, num_blocks, row_bytes / 4]`` int32 into the "keys" of tokens."""
         _, _, num_heads, dim = self.array.shape
-        return mx.contiguous(data).view(self.dtype).reshape(-1, num_heads, dim)
+        return data.view(self.dtype).reshape(-1, num_heads, dim)
+
+
+class _Run(NamedTuple):
+    """Parts of a block that have one size and equal distances, such as the keys of all layers.
+
+    One operation takes them apart.
+
+    Attributes:
+        parts: Their indexes among the parts of the block.
+        begin, step: The first part's place in a block, and the distance to the next one, in words
+            of 4 bytes.
+        width: Words of each.
+    """
+
+    parts: Sequence[int]
+    begin: int
+    step: int
+    width: int
+
+    def taken_from(self, data: mx.array) -> list[mx.array]:
+        """Returns ``[1, num_blocks, width]`` int32 for each part, of blocks
+        ``[num_blocks, num_bytes / 4]``."""
+        (num_blocks, num_words), count = data.shape, len(self.parts)
+        parts = mx.as_strided(
+            data, (count, num_blocks, self.width), (self.step, num_words, 1), self.begin
+        )
+        return list(mx.split(mx.contiguous(parts), count))
+
+
+def _runs_of(parts: Sequence[Rows]) -> list[_Run]:
+    """Divides the parts of a block into as few runs as their order allows."""
+    by_size: dict[int, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_size.setdefault(part.end - part.begin, []).append(index)
+    runs = []
+    for size, indexes in by_size.items():
+        while indexes:
+            places = [parts[index].begin for index in indexes]
+            step, count = (places[1] - places[0] if len(places) > 1 else size), 1
+            while count < len(places) and places[count] - places[count - 1] == step:
+                count += 1
+            runs.append(_Run(indexes[:count], places[0] // 4, step // 4, size // 4))
+            indexes = indexes[count:]
+    return runs
 
 
 class StagedBlockBytes(BlockBytes):
@@ -113,12 +158,14 @@ class StagedBlockBytes(BlockBytes):
         self._reading: deque[_Reading] = deque()
         self._writing: deque[list[mx.array]] = deque()
         self._words: list[list[_Words]] = []
+        self._runs: list[list[_Run]] = []
         self._beside: dict[tuple[tuple[int, ...], mx.Dtype], mx.array] = {}
         self._current()
         self._compile()
 
     def _on_new_pools(self) -> None:
         self._words = [[_Words(rows) for rows in group] for group in self._rows]
+        self._runs = [_runs_of(group) for group in self._rows]
         self._beside = {}
 
     def _compile(self) -> None:
@@ -134,7 +181,10 @@ class StagedBlockBytes(BlockBytes):
     # Reads.
 
     def read(self, group: int, block: int, out: Bytes, on_read: OnRead | None = None) -> None:
-        self._to_read.setdefault(group, []).append(_Read(block, out, on_read))
+        if self._current()[group]:
+            self._to_read.setdefault(group, []).append(_Read(block, out, on_read))
+        elif on_read is not None:  # full attention of a model without it has no bytes
+            on_read()
 
     def begin_reads(self, step: int) -> None:
         to_read, self._to_read = self._to_read, {}
@@ -175,7 +225,8 @@ class StagedBlockBytes(BlockBytes):
     # Writes.
 
     def write(self, group: int, block: int, data: Bytes) -> None:
-        self._to_write.setdefault(group, []).append((block, data))
+        if self._current()[group]:
+            self._to_write.setdefault(group, []).append((block, data))
 
     def begin_writes(self) -> None:
         to_write, self._to_write = self._to_write, {}
@@ -191,15 +242,23 @@ class StagedBlockBytes(BlockBytes):
         numbers = np.array([block for block, _ in writes], dtype=np.int32)
         blocks, *uploaded = ops.upload(numbers, *(data.view(np.int32) for _, data in writes))
         data = mx.stack(uploaded)
+        slots: dict[int, mx.array] = {}  # by tokens of a block
+        nothing: dict[tuple[Any, ...], mx.array] = {}  # by dtype and shape
         written: list[mx.array] = []
-        for rows, words in zip(self._current()[group], self._words[group], strict=True):
-            count = words.num_tokens
-            slots = (blocks[:, None] * count + mx.arange(count, dtype=mx.int32)).reshape(-1)
-            keys = words.rows_of(data[:, rows.begin // 4 : rows.end // 4])
-            nothing = mx.zeros((*keys.shape[:2], _NO_VALUES), words.dtype)
-            beside = self._beside_of(words)
-            # In place: the results have the memory of the pools, and are not needed.
-            written += ops.write_kv(words.array, beside, keys, nothing, slots)
+        self._current()
+        for run in self._runs[group]:
+            for part, taken in zip(run.parts, run.taken_from(data), strict=True):
+                words = self._words[group][part]
+                count, keys = words.num_tokens, words.rows_of(taken)
+                if count not in slots:
+                    tokens = mx.arange(count, dtype=mx.int32)
+                    slots[count] = (blocks[:, None] * count + tokens).reshape(-1)
+                shape = *keys.shape[:2], _NO_VALUES
+                if (words.dtype, shape) not in nothing:
+                    nothing[words.dtype, shape] = mx.zeros(shape, words.dtype)
+                values, beside = nothing[words.dtype, shape], self._beside_of(words)
+                # In place: the results have the memory of the pools, and are not needed.
+                written += ops.write_kv(words.array, beside, keys, values, slots[count])
         mx.async_eval(written)  # type: ignore[no-untyped-call]
         self._writing.append(written)
 

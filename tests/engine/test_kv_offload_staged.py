@@ -35,7 +35,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "LEAST_TOKENS", 32)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "lfm2", "mamba2"])
 def test_memory_and_disk(name: str, tmp_path: Path) -> None:
     copies = ops.pool_copies()
     options: dict[str, Any] = {"num_gpu_blocks_override": 40, "typical_context_len": 300}

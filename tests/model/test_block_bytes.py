@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +102,32 @@ def test_many_blocks_go_in_several_transfers(monkeypatch: pytest.MonkeyPatch) ->
     for block, each in enumerate(out, 1):
         expected = random_block(num_bytes, block)
         assert np.array_equal(each, expected) and np.array_equal(read(shared, 0, block), expected)
+
+
+@pytest.mark.parametrize("name", ["auto", "int8_k_int4_v", "qwen3_next"])
+def test_a_transfer_takes_few_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One write for each pool; everything before is done once for pools of a size."""
+    _, staged = both(MODELS[name]())
+    graphs: list[str] = []
+
+    def note(arrays: list[mx.array]) -> None:
+        graph = io.StringIO()
+        mx.export_to_dot(graph, *arrays)
+        graphs.append(graph.getvalue())
+        mx.eval(arrays)
+
+    monkeypatch.setattr(staged_blocks.mx, "async_eval", note)
+    for group, num_bytes in enumerate(staged.num_bytes):
+        for block in range(1, 5):
+            staged.write(group, block, random_block(num_bytes, block))
+        staged.begin_writes()
+    for graph, pools in zip(graphs, staged._rows, strict=True):
+        operations = Counter(re.findall(r'label ="([^"]+)", shape=rectangle', graph))
+        sizes = {rows.end - rows.begin for rows in pools}
+        assert operations["write_kv"] == len(pools)
+        assert operations["Concatenate"] == 1
+        for once in ("Contiguous", "Full", "Arange", "Multiply", "Add"):
+            assert 0 < operations[once] <= len(sizes)
 
 
 def test_a_read_sees_the_block_as_it_was_before_the_next_step() -> None:
