@@ -9,6 +9,7 @@ from mlx_paged.core.kv.memory_tier import MemoryTier
 from mlx_paged.core.kv.misses import CacheMiss, MissReason, PromptHistory
 from mlx_paged.core.kv.pool import NULL_BLOCK, BlockPool
 from mlx_paged.core.kv.restoration import BlockRead, Restoration
+from mlx_paged.core.kv.restore_rates import Level, RestoreRates
 from mlx_paged.core.kv.specs import (
     BlockCopy,
     StateGroupSpec,
@@ -42,6 +43,7 @@ __all__ = [
     "KVManager",
     "KVUsage",
     "MediaSpan",
+    "Level",
     "MemoryTier",
     "MissReason",
     "PooledStates",
@@ -54,6 +56,7 @@ __all__ = [
     "PromptMedia",
     "Request",
     "Restoration",
+    "RestoreRates",
     "ScheduledMedia",
     "Scheduler",
     "SchedulerConfig",

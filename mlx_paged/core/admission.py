@@ -171,14 +171,14 @@ class Admission:
         seq.num_scheduled_tokens = tables.num_cached_tokens
         is_first = seq.num_cached_tokens is None
         if is_first:
-            self._note_first(seq, tables.num_cached_tokens)
+            self._note_first(seq, tables.num_cached_tokens, tables.num_refused_tokens)
         if tables.restoration is not None:
             seq.num_scheduled_tokens = tables.num_computed_tokens
             return True
         self._begin(seq, step)
         return True
 
-    def _note_first(self, seq: Sequence, num_cached: int) -> None:
+    def _note_first(self, seq: Sequence, num_cached: int, num_refused: int) -> None:
         """Notes what a sequence's first admission found in the cache."""
         request = seq.request
         seq.num_cached_tokens = num_cached
@@ -192,6 +192,7 @@ class Admission:
                 request.cache_salt,
                 request.adapter,
                 num_cached=num_cached,
+                num_refused=num_refused,
                 block_size=self._kv.block_size,
             )
 

@@ -174,6 +174,8 @@ class StepResult:
             None if there are none, or if the step did not run as a whole.
         time: The time that a step with prompts took; None if it was not measured or did not run as
             a whole.
+        seconds: The share of this step in the time of a busy device: from its launch, or from the
+            end of the step before if that was later, to its end.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)
@@ -185,3 +187,4 @@ class StepResult:
     is_poisoned: bool = False
     hidden: Any = None
     time: StepTime | None = None
+    seconds: float = 0.0

@@ -419,6 +419,8 @@ class Engine:
         result = self._executor.read()
         if self._step_time is not None and result.time is not None:
             self._step_time.learn(launched.batch, result.time)
+        if self._offloading is not None:
+            self._offloading.note_step(launched.batch, result.seconds)
         for key, num_bytes in result.feature_sizes:
             self._scheduler.encoder_cache.resize(key, num_bytes)
         updates: list[SequenceUpdate] = []

@@ -107,6 +107,7 @@ class InProcessExecutor:
         self._thread = threading.current_thread()  # the one that launched the pending steps
         self._pending: deque[PendingStep] = deque()
         self._read: PendingStep | None = None  # the step read last
+        self._read_at = 0.0  # when that was
         self._num_good_steps = 0
         self._rows_too_many = 0
         self.max_rows: int | None = None
@@ -154,6 +155,8 @@ class InProcessExecutor:
             self._count_good_step()
         if self._runner.media is not None:
             result.feature_sizes = self._runner.media.store.take_sizes()
+        now = self._clock()
+        result.seconds, self._read_at = now - max(step.launched_at, self._read_at), now
         step.result, step.launched = result, None
         self._read = self._pending.popleft()
         return result

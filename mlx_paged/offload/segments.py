@@ -21,7 +21,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,11 +72,16 @@ class Header:
 
 
 class Block(NamedTuple):
-    """A block to be written."""
+    """A block to be written.
+
+    Attributes:
+        on_released: Called once nothing reads `data` any more, written or not, on any thread.
+    """
 
     digest: bytes
     group: int
     data: memoryview
+    on_released: Callable[[], None] = lambda: None
 
 
 def layout(model: bytes, about: Mapping[str, Any], blocks: Sequence[Block]) -> tuple[bytes, Header]:
@@ -85,8 +90,9 @@ def layout(model: bytes, about: Mapping[str, Any], blocks: Sequence[Block]) -> t
     header_bytes = _MODEL.size + len(text) + _RECORD.size * len(blocks)
     offset = -(-(_PREAMBLE.size + header_bytes) // PAGE) * PAGE
     records = []
-    for digest, group, data in blocks:
-        records.append(Record(digest, group, data.nbytes, zlib.crc32(data), offset))
+    for block in blocks:
+        data = block.data
+        records.append(Record(block.digest, block.group, data.nbytes, zlib.crc32(data), offset))
         offset += data.nbytes
     header = _MODEL.pack(model, len(text)) + text + b"".join(_RECORD.pack(*r) for r in records)
     begin = _PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header)) + header

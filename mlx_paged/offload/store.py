@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,9 +173,15 @@ class BlockStore:
         """Waits until `num_bytes` may be written."""
         return self._writer.wait_for_room(num_bytes, timeout)
 
-    def write(self, digest: bytes, group: int, data: memoryview) -> None:
-        """Writes a block soon. `data` must not change any more."""
-        self._writer.add(Block(digest, group, data))
+    def write(
+        self,
+        digest: bytes,
+        group: int,
+        data: memoryview,
+        on_released: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Writes a block soon. `data` must not change until `on_released` is called."""
+        self._writer.add(Block(digest, group, data, on_released))
 
     def _written(self, path: Path, header: Header) -> None:
         try:

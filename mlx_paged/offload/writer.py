@@ -79,7 +79,7 @@ class SegmentWriter:
         return (digest, group) in self._names
 
     def add(self, block: Block) -> None:
-        """Adds a block; its data must not change any more."""
+        """Adds a block; its data must not change until it is released."""
         with self._changed:
             self._staged.append(block)
             self._names.add((block.digest, block.group))
@@ -116,6 +116,8 @@ class SegmentWriter:
     def _release(self, blocks: list[Block]) -> None:
         self._num_staged -= sum(block.data.nbytes for block in blocks)
         self._names.difference_update((block.digest, block.group) for block in blocks)
+        for block in blocks:
+            block.on_released()
         self._changed.notify_all()
 
     def close(self, timeout: float = 30.0) -> None:

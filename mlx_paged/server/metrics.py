@@ -351,6 +351,8 @@ def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
     return (
         ("mlx_paged:kv_restored_tokens", "Prompt tokens whose blocks came back.",
          stats.counters.num_restored_tokens),
+        ("mlx_paged:kv_refused_tokens", "Stored prompt tokens that were computed sooner.",
+         stats.counters.num_refused_tokens),
         ("mlx_paged:kv_offload_stored_blocks", "Evicted blocks kept in host memory.",
          stats.offloading.num_stored_blocks),
         ("mlx_paged:kv_offload_lost_blocks", "Those dropped again for lack of room.",

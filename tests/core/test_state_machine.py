@@ -495,6 +495,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             tier.memory.allowance = None if allowance is None else allowance * BLOCK_BYTES
         self.scheduler.check_integrity()
 
+    @rule(memory=st.sampled_from([0.1, 0.9, 3.0]), disk=st.sampled_from([0.1, 0.9, 3.0]))
+    def tiers_are_slow(self, memory: float, disk: float) -> None:
+        """Restoring a block takes less or more time than computing it, from now on."""
+        for tier in self.tiers:
+            tier.learn(memory, disk)
+
     @rule(sure=st.integers(0, 5))
     def reset_cache(self, sure: int) -> None:
         if sure == 0:

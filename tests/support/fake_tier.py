@@ -5,9 +5,18 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from mlx_paged.core import BlockTables, KVManager, MemoryTier, PrefixNode, PrefixQuery
+from mlx_paged.core import (
+    BlockTables,
+    KVManager,
+    Level,
+    MemoryTier,
+    PrefixNode,
+    PrefixQuery,
+    RestoreRates,
+)
 from mlx_paged.core.kv.keeping import Keeper
-from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.restore_rates import LEAST_BYTES, LEAST_TOKENS
+from mlx_paged.core.kv.stored import LookUp, StoredPrefix
 from mlx_paged.core.kv.tier import TierOwner
 from mlx_paged.errors import IntegrityError
 from support.fake_model import FakeDevice
@@ -17,6 +26,10 @@ BLOCK_BYTES = 512
 FIRST_DISK_KEY = 1 << 48
 
 Prefix = tuple[str | None, tuple[Any, ...], int]  # salt, tokens or contents of media, group
+
+
+def _level_of(key: int) -> Level:
+    return Level.MEMORY if key < FIRST_DISK_KEY else Level.DISK
 
 
 class FakeTier:
@@ -29,6 +42,7 @@ class FakeTier:
     Attributes:
         device: To be set before the first block is stored.
         disk: (key, content) by prefix.
+        rates: Nothing is known at first, so everything is restored.
     """
 
     def __init__(
@@ -44,6 +58,7 @@ class FakeTier:
         self._copies: dict[int, Any] = {}  # by key of host memory
         self._pins: dict[int, int] = {}  # of the disk
         self._owner: TierOwner | None = None
+        self.rates = RestoreRates(self._sizes, block_size, _level_of)
 
     # Contents of the memory.
 
@@ -76,6 +91,13 @@ class FakeTier:
             return 0 if prefix is None else self.disk.get(prefix, (0, None))[0]
 
         return key
+
+    def worth(self, stored: StoredPrefix, first: int) -> int:
+        assert self._owner is not None
+        return self.rates.worth(stored, first, self._owner.groups)
+
+    def on_refused(self) -> None:
+        self.rates.note_refusal()
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         self.memory.settle(tables, depth)
@@ -143,6 +165,17 @@ class FakeTier:
         found = waited or list(self.disk)
         if found:
             del self.disk[found[choice % len(found)]]
+
+    def learn(self, memory: float, disk: float) -> None:
+        """Sets the time to restore a block, relative to computing it.
+
+        A few refusals later, nothing is known again.
+        """
+        self.rates = RestoreRates(self._sizes, self._block_size, _level_of)
+        self.rates.note_computed(LEAST_TOKENS, LEAST_TOKENS / self._block_size)
+        for level, ratio in ((Level.MEMORY, memory), (Level.DISK, disk)):
+            num_bytes = 2 * LEAST_BYTES
+            self.rates.note_restored(level, num_bytes, ratio * num_bytes / BLOCK_BYTES)
 
     # Inside.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery
-from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.stored import LookUp, StoredPrefix
 from mlx_paged.core.kv.tier import TierOwner
 
 
@@ -37,6 +37,12 @@ class RecordingTier:
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         return None
+
+    def worth(self, stored: StoredPrefix, first: int) -> int:
+        return stored.num_blocks
+
+    def on_refused(self) -> None:
+        pass
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         pass

@@ -277,6 +277,10 @@ class KVManager:
         tables.num_computed_tokens = tables.num_cached_tokens
         if reads:
             self._begin_restoration(tables, reads, num_present)
+        if source.num_refused_tokens:
+            tables.num_refused_tokens = source.num_refused_tokens
+            self._counters.num_refused_tokens += source.num_refused_tokens
+            self.tier.on_refused()
         self._count_admission(tables, source.num_partial_tokens)
         return tables
 

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core.kv.stored import LookUp, StoredPrefix
 from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tier import ABSENT, TierOwner
 from mlx_paged.core.kv.tree import TOKEN_BYTES, PrefixNode, PrefixQuery
@@ -100,6 +100,13 @@ class MemoryTier:
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         """See `Tier`. All content is in the prefix tree."""
         return None
+
+    def worth(self, stored: StoredPrefix, first: int) -> int:
+        """See `Tier`. Everything is worth it."""
+        return stored.num_blocks
+
+    def on_refused(self) -> None:
+        """See `Tier`."""
 
     # Copies ahead of evictions.
 

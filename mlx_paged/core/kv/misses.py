@@ -23,6 +23,7 @@ class MissReason(StrEnum):
 
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"  # seen, but no longer kept, or not in all groups
+    COMPUTED_FASTER = "computed_faster"  # kept, but restoring it would take longer
     SALT = "salt"  # seen under another cache salt
     ADAPTER = "adapter"  # seen with another adapter
     MEDIA = "media"  # the first difference is in a picture, a video or a sound
@@ -99,6 +100,7 @@ class PromptHistory:
         adapter: Hashable | None,
         *,
         num_cached: int,
+        num_refused: int = 0,
         block_size: int,
     ) -> CacheMiss | None:
         """Remembers a prompt that is admitted; returns why it was not cached, if it was not.
@@ -106,12 +108,15 @@ class PromptHistory:
         Args:
             prompt: The live tokens of its sequence, with ids of media.
             num_cached: Its leading tokens that came from the cache.
+            num_refused: Tokens after these that are stored, but computed because that is faster.
             block_size: Tokens of a block. Less is no miss.
         """
         found = None
         # All full blocks before the last token could have been cached.
         if (len(prompt) - 1) // block_size * block_size > num_cached:
             found = self._explain(prompt, salt, adapter, num_cached, block_size)
+            if num_refused:
+                found = replace(found, reason=MissReason.COMPUTED_FASTER)
             self.counts[found.reason] += 1
         self._seen.append(_Seen(prompt, salt, adapter))
         num_tokens = sum(len(each.tokens) for each in self._seen)

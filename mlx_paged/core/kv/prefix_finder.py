@@ -113,24 +113,36 @@ class PrefixFinder:
             return PrefixMatch(node, None, 0)
         return match
 
-    def _stored_source(self, query: PrefixQuery, indexed: PrefixMatch) -> PrefixSource | None:
-        """The longest prefix that every group can continue from, once all of it is on the device;
-        None if there is none."""
+    def _with_stored(
+        self, source: PrefixSource, query: PrefixQuery, indexed: PrefixMatch
+    ) -> PrefixSource:
+        """Prefers a longer prefix that every group can continue from once all of it is on the
+        device, unless computing it is faster."""
         if self._tier.is_empty:
-            return None
-        size = self._block_size
+            return source
+        size, num_tokens, num_refused = self._block_size, source.num_tokens(self._block_size), 0
         nodes = [] if indexed.node is None else indexed.node.path()
         stored = StoredPrefix(nodes, self._tier.look_up(query))
         stored.extend(query.num_tokens // size)
-        while stored.num_blocks:
+        while stored.num_blocks * size > num_tokens:
             depth = stored.num_blocks
             usable = min(group.usable_stored(stored, depth) for group in self._groups)
             usable = outside(query.atomic, usable * size) // size
-            if usable == depth:
-                num_known = max(depth, indexed.num_full_blocks)
-                return PrefixSource(depth, None, num_known_blocks=num_known, stored=stored)
-            stored.shorten(usable)
-        return None
+            if usable < depth:
+                stored.shorten(usable)
+                continue
+            worth = self._tier.worth(stored, num_tokens // size)
+            if worth == depth:
+                return PrefixSource(
+                    depth,
+                    None,
+                    num_known_blocks=max(depth, indexed.num_full_blocks),
+                    stored=stored,
+                    num_refused_tokens=max(0, num_refused - depth * size),
+                )
+            num_refused = max(num_refused, depth * size)
+            stored.shorten(worth)
+        return source._replace(num_refused_tokens=max(0, num_refused - num_tokens))
 
     def computing_next_block(self, tokens: Sequence[int], query: PrefixQuery) -> BlockTables | None:
         """Returns the running sequence about to fill the first block that `tokens` lacks, or None.
@@ -247,7 +259,4 @@ class PrefixFinder:
             )
         if source.num_tokens(size) >= query.num_tokens // size * size or not read_cache:
             return source
-        stored = self._stored_source(query, indexed)
-        if stored is not None and stored.num_tokens(size) > source.num_tokens(size):
-            return stored
-        return source
+        return self._with_stored(source, query, indexed)

@@ -62,6 +62,7 @@ class BlockTables:
         num_prompt_tokens: Its tokens at admission. Another sequence may continue from there: the
             next turn, or an equal prompt.
         num_cached_tokens: Leading tokens found in the cache.
+        num_refused_tokens: Tokens after these that a tier had, but that are computed faster.
         num_computed_tokens: Leading tokens in the blocks, cached or computed by committed steps.
         exported: The next result of `export`; None if a table has changed since the last one.
         owner: The sequence that these tables belong to.
@@ -78,6 +79,7 @@ class BlockTables:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
+        "num_refused_tokens",
         "owner",
         "restoration",
         "state",
@@ -99,6 +101,7 @@ class BlockTables:
         self.state: StateSlot | None = None
         self.num_prompt_tokens = len(tokens)
         self.num_cached_tokens = 0
+        self.num_refused_tokens = 0
         self.num_computed_tokens = 0
         self.exported: tuple[StepTable, ...] | None = None
         self.restoration: Restoration | None = None
@@ -175,6 +178,7 @@ class PrefixSource(NamedTuple):
         num_known_blocks: Full blocks of the new sequence that are indexed, even if some group
             cannot continue after them.
         stored: Its entries, if some of the content is elsewhere and must be restored first.
+        num_refused_tokens: Tokens after these that a tier has, and that are computed faster.
     """
 
     num_full_blocks: int
@@ -184,6 +188,7 @@ class PrefixSource(NamedTuple):
     fork_of: BlockTables | None = None
     num_known_blocks: int = 0
     stored: StoredPrefix | None = None
+    num_refused_tokens: int = 0
 
     def num_tokens(self, block_size: int) -> int:
         """Number of tokens that the source provides."""

@@ -15,7 +15,7 @@ from mlx_paged.core.kv.tree import PrefixNode, PrefixQuery
 
 if TYPE_CHECKING:
     from mlx_paged.core.kv.groups import KVCacheGroup
-    from mlx_paged.core.kv.stored import LookUp
+    from mlx_paged.core.kv.stored import LookUp, StoredPrefix
     from mlx_paged.core.kv.tables import BlockTables
 
 ABSENT = 0
@@ -56,6 +56,21 @@ class Tier(Protocol):
 
         A key that the result returns is valid until the next call of the tier, unless pinned.
         """
+
+    def worth(self, stored: StoredPrefix, first: int) -> int:
+        """Returns how many leading blocks of a prefix come back faster than they are computed.
+
+        Args:
+            stored: The prefix. Every group can continue from its end.
+            first: Leading blocks that need no restoration.
+
+        Returns:
+            `stored.num_blocks` to restore the prefix. Otherwise, a shorter prefix may be worth it,
+            whose blocks of full attention these are; `first` or less if none is.
+        """
+
+    def on_refused(self) -> None:
+        """Told when a sequence was admitted that computes blocks because of `worth`."""
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         """Told when a sequence has computed its prompt, and before its blocks are released.
@@ -111,6 +126,12 @@ class DropTier:
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         return None
+
+    def worth(self, stored: StoredPrefix, first: int) -> int:
+        return stored.num_blocks
+
+    def on_refused(self) -> None:
+        pass
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         pass

@@ -19,6 +19,7 @@ class KVCounters:
         num_block_copies: Blocks copied on write.
         num_evictions: Blocks of the first group evicted to make room.
         num_restored_tokens: Tokens among the cached ones that came back from a tier.
+        num_refused_tokens: Tokens that a tier had, but that were computed because that is faster.
         num_deduplicated_blocks: Computed blocks that equaled an indexed one; one of both went.
         num_resets: Calls of `reset_prefix_cache`.
     """
@@ -30,6 +31,7 @@ class KVCounters:
     num_block_copies: int = 0
     num_evictions: int = 0
     num_restored_tokens: int = 0
+    num_refused_tokens: int = 0
     num_deduplicated_blocks: int = 0
     num_resets: int = 0
 

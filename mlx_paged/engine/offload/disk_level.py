@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
-
 from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery
 from mlx_paged.core.kv.keeping import Keeper
 from mlx_paged.core.kv.stored import LookUp
 from mlx_paged.core.kv.tier import TierOwner
 from mlx_paged.core.kv.tree import TOKEN_BYTES
+from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.model.block_bytes import Bytes
 from mlx_paged.offload.digests import next_digest, root_digest
 from mlx_paged.offload.store import BlockStore
@@ -33,6 +32,7 @@ class DiskLevel:
         identity: Digest of the model and its cache.
         block_bytes: Bytes of a block of each group.
         copy_out: Copies a block from the device or from host memory.
+        buffers: For the blocks that are written.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class DiskLevel:
         block_size: int,
         owner: TierOwner,
         copy_out: CopyOut,
+        buffers: Buffers,
     ) -> None:
         self._store = store
         self._identity = identity
@@ -50,6 +51,7 @@ class DiskLevel:
         self._key_bytes = block_size * TOKEN_BYTES
         self._owner = owner
         self._copy_out = copy_out
+        self._buffers = buffers
         self._keeper = Keeper(owner.groups, block_bytes, block_size, self._is_kept)
         self._roots: dict[str | None, bytes] = {}
         # Blocks that wait to be written, oldest first.
@@ -180,16 +182,17 @@ class DiskLevel:
         del self._pending[node, group]
         if not node.is_indexed or node.digest is None:
             return
-        digest, data = node.digest, np.empty(self._block_bytes[group], dtype=np.uint8)
+        digest, data = node.digest, self._buffers.take(self._block_bytes[group])
 
         def copied() -> None:
             if (digest, group) in self._copying:  # else distrusted meanwhile
                 self._copying.remove((digest, group))
-                self._store.write(digest, group, data.data)
+                self._store.write(digest, group, data.data, lambda: self._buffers.give(data))
 
         self._copying.add((digest, group))
         if not self._copy_out(node, group, data, copied):
             self._copying.remove((digest, group))
+            self._buffers.give(data)
 
     def distrust(self) -> None:
         """Drops pending blocks, and deletes the files that this process wrote."""

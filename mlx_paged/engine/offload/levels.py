@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from mlx_paged.core import BlockTables, MemoryTier, PrefixNode, PrefixQuery
-from mlx_paged.core.kv.stored import LookUp
+from mlx_paged.core import BlockTables, Level, MemoryTier, PrefixNode, PrefixQuery, RestoreRates
+from mlx_paged.core.kv.stored import LookUp, StoredPrefix
 from mlx_paged.core.kv.tier import TierOwner
 from mlx_paged.engine.offload.disk_level import DiskLevel
 from mlx_paged.offload.store import FIRST_KEY, BlockStore
+
+
+def level_of(key: int) -> Level:
+    """The level that a key belongs to."""
+    return Level.MEMORY if key < FIRST_KEY else Level.DISK
 
 
 class Levels:
@@ -18,14 +23,17 @@ class Levels:
     Args:
         memory: Drops everything if its capacity is 0.
         store: The disk; None without one.
+        rates: Tells which blocks come back faster than they are computed.
 
     Attributes:
         disk: The disk's view of the KV manager, once it is attached.
     """
 
-    def __init__(self, memory: MemoryTier, store: BlockStore | None) -> None:
+    def __init__(self, memory: MemoryTier, store: BlockStore | None, rates: RestoreRates) -> None:
         self.memory = memory
         self._store = store
+        self._rates = rates
+        self._owner: TierOwner | None = None
         self.disk: DiskLevel | None = None
 
     @property
@@ -35,16 +43,27 @@ class Levels:
 
     def attach(self, owner: TierOwner) -> None:
         """See `Tier`."""
+        self._owner = owner
         self.memory.attach(owner)
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         """See `Tier`."""
         return None if self.disk is None else self.disk.look_up(query)
 
-    def settle(self, tables: BlockTables, depth: int) -> None:
+    def worth(self, stored: StoredPrefix, first: int) -> int:
         """See `Tier`."""
-        self.memory.settle(tables, depth)
-        if self.disk is not None:
+        assert self._owner is not None
+        return self._rates.worth(stored, first, self._owner.groups)
+
+    def on_refused(self) -> None:
+        """See `Tier`."""
+        self._rates.note_refusal()
+
+    def settle(self, tables: BlockTables, depth: int) -> None:
+        """See `Tier`. Nothing is kept in a level that it would not come back from."""
+        if self._rates.pays(Level.MEMORY):
+            self.memory.settle(tables, depth)
+        if self.disk is not None and self._rates.pays(Level.DISK):
             self.disk.settle(tables, depth)
 
     @property
@@ -61,13 +80,19 @@ class Levels:
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         """See `Tier`. While other sequences run, blocks that are on disk are not copied."""
         disk, memory = self.disk, self.memory
-        is_hurried = memory.allowance is not None and not memory.copy_of(node, group)
-        if disk is not None and is_hurried and disk.has(node, group):
-            return 0
-        key = memory.store(node, group, block)
+        key = 0
+        if memory.copy_of(node, group) or self._is_copied(node, group):
+            key = memory.store(node, group, block)
         if disk is not None and not key:
             disk.on_evicted(node, group, memory.spend)
         return key
+
+    def _is_copied(self, node: PrefixNode, group: int) -> bool:
+        """True if a block without a copy is worth one when it is evicted."""
+        is_hurried = self.memory.allowance is not None
+        if is_hurried and self.disk is not None and self.disk.has(node, group):
+            return False
+        return self._rates.pays(Level.MEMORY)
 
     def forget(self, node: PrefixNode, group: int) -> None:
         """See `Tier`."""

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from weakref import finalize
 
-from mlx_paged.core import KVManager, MemoryTier, PrefixNode
+from mlx_paged.core import KVManager, MemoryTier, PrefixNode, RestoreRates, StepBatch
+from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.offload.disk_level import DiskLevel
 from mlx_paged.engine.offload.host_memory import HostMemory
-from mlx_paged.engine.offload.levels import Levels
+from mlx_paged.engine.offload.levels import Levels, level_of
 from mlx_paged.engine.offload.restorer import Restorer
 from mlx_paged.model.block_bytes import BlockBytes, Bytes
 from mlx_paged.offload.store import BlockStore
@@ -40,6 +41,9 @@ _COPY_IDLE_BYTES = 64 << 20
 _EVICT_STEP_BYTES = 16 << 20
 # Seconds that a call without work may wait for the disk to take more.
 _DRAIN_SECONDS = 30.0
+# A step shows how fast prompts are computed if it has at least this many of their tokens, and at
+# most one decode for this many of them.
+_LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE = 128, 16
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,9 @@ class Offloading:
         capacity: Maximum bytes of host memory; 0 keeps nothing there.
         store: The blocks on disk; None without a disk.
         identity: Digest of the model and its cache, for the disk.
+
+    Attributes:
+        rates: How fast blocks come back and prompts are computed. It outlives KV managers.
     """
 
     def __init__(
@@ -93,7 +100,9 @@ class Offloading:
         self._store = store
         self._identity = identity
         self._past = OffloadStats()
-        self._restorer = Restorer(blocks, store)
+        self.rates = RestoreRates(blocks.num_bytes, block_size, level_of)
+        self._buffers = Buffers()
+        self._restorer = Restorer(blocks, store, self._buffers, self.rates)
         self._memory = HostMemory(blocks, capacity)
         self._levels: Levels | None = None
         self._advanced_at = 0.0
@@ -111,16 +120,21 @@ class Offloading:
         self._memory = HostMemory(self._blocks, self._capacity)
         sizes, size = self._blocks.num_bytes, self._block_size
         memory = MemoryTier(self._memory, sizes, self._capacity, size)
-        self._levels = Levels(memory, self._store)
+        self._levels = Levels(memory, self._store, self.rates)
         return self._levels
 
     def attach(self, kv: KVManager) -> None:
         """Connects the disk to the KV manager that has the newest tier."""
         assert self._levels is not None and kv.tier is self._levels
         if self._store is not None:
-            sizes = self._blocks.num_bytes
             self._levels.disk = DiskLevel(
-                self._store, self._identity, sizes, self._block_size, kv, self._copy_out
+                self._store,
+                self._identity,
+                self._blocks.num_bytes,
+                self._block_size,
+                kv,
+                self._copy_out,
+                self._buffers,
             )
 
     def _copy_out(
@@ -160,13 +174,28 @@ class Offloading:
         self._levels.memory.allowance = None if is_idle else _EVICT_STEP_BYTES
         self._blocks.collect(None if is_idle else kv.pool.evaluated_step)
         if kv.restorations:
-            most = _IDLE_BYTES if is_idle else _STEP_BYTES
-            seconds = _IDLE_SECONDS if is_idle else _STEP_SECONDS
-            self._restorer.advance(kv, self._memory, most, seconds, waits=is_idle)
+            if is_idle:
+                most, seconds = _IDLE_BYTES, _IDLE_SECONDS
+            else:
+                # A device with memory of its own takes the bytes at once, and their time later.
+                most = int(min(_STEP_BYTES, self.rates.bytes_within(_STEP_SECONDS)))
+                seconds = _STEP_SECONDS
+            self._restorer.advance(kv, self._memory, max(1, most), seconds, is_idle=is_idle)
         elif self._levels.has_pending:
             self._levels.copy_ahead(
                 max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
             )
+
+    def note_step(self, batch: StepBatch, seconds: float) -> None:
+        """Learns from a step how fast prompts are computed.
+
+        Args:
+            seconds: See `StepResult`.
+        """
+        num_tokens = sum(length for length in batch.query_lens if length > 1)
+        num_decodes = batch.num_tokens - num_tokens
+        if num_tokens >= max(_LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE * num_decodes):
+            self.rates.note_computed(num_tokens, seconds)
 
     def begin_reads(self, step: int) -> None:
         """Begins to copy evicted blocks. Call it before launching `step`, which may reuse them."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
+from time import perf_counter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
-from mlx_paged.core import KVManager, Restoration
+from mlx_paged.core import KVManager, Level, Restoration, RestoreRates
+from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.offload.host_memory import HostMemory
+from mlx_paged.engine.offload.levels import level_of
 from mlx_paged.model.block_bytes import BlockBytes, Bytes
-from mlx_paged.offload.store import FIRST_KEY, BlockStore
+from mlx_paged.offload.store import BlockStore
 
 # Bytes of blocks that are read from disk ahead of their use, for one restoration and for all.
 _AHEAD_BYTES = 64 << 20
 _MAX_AHEAD_BYTES = 256 << 20
+# The same for all while other sequences run, whose steps need the cores that check the blocks.
+_BUSY_AHEAD_BYTES = 16 << 20
 # Seconds that an idle engine waits for the disk at once. An abort waits for as long.
 _WAIT_SECONDS = 0.02
 
@@ -48,48 +50,81 @@ class Restorer:
     Args:
         blocks: Writes the blocks of the device.
         store: The disk; None without one.
+        buffers: For the blocks that are read from disk.
+        rates: Learns how fast blocks come back.
     """
 
-    def __init__(self, blocks: BlockBytes, store: BlockStore | None) -> None:
+    def __init__(
+        self, blocks: BlockBytes, store: BlockStore | None, buffers: Buffers, rates: RestoreRates
+    ) -> None:
         self._blocks = blocks
         self._store = store
+        self._buffers = buffers
+        self._rates = rates
         self._ahead: WeakKeyDictionary[Restoration, _Ahead] = WeakKeyDictionary()
         self._arrived = threading.Event()
+        self._used: list[Bytes] = []  # buffers that are spare once the writes have begun
 
     def advance(
-        self, kv: KVManager, memory: HostMemory, most: int, seconds: float, *, waits: bool
+        self, kv: KVManager, memory: HostMemory, most: int, seconds: float, *, is_idle: bool
     ) -> None:
         """Brings blocks back, of the oldest restorations first; at least one that is there.
 
         Args:
             most: About the maximum of bytes.
             seconds: Begins no block after that time.
-            waits: Wait a little for the disk, because there is nothing else to do.
+            is_idle: True if nothing else runs. Then it waits a little for the disk, and learns how
+                fast each level is.
         """
         self._arrived.clear()
-        left, until = most, time.perf_counter() + seconds
+        began = perf_counter()
+        until, moved = began + seconds, Counter[Level]()
+        most_ahead = _MAX_AHEAD_BYTES if is_idle else _BUSY_AHEAD_BYTES
         for restoration in kv.restorations.values():
-            left -= self._advance(restoration, memory, left, until)
-            if left <= 0 or time.perf_counter() >= until:
+            self._advance(restoration, memory, most, until, most_ahead, moved)
+            if moved.total() >= most or perf_counter() >= until:
                 break
         self._blocks.begin_writes()
+        while self._used:
+            self._buffers.give(self._used.pop())
         some_wait = any(not r.is_done and not r.has_failed for r in kv.restorations.values())
-        if waits and left == most and some_wait:
+        if is_idle and not moved and some_wait:
             self._arrived.wait(_WAIT_SECONDS)
+        if is_idle:
+            self._learn(kv, moved, perf_counter() - began)
+
+    def _learn(self, kv: KVManager, moved: Counter[Level], seconds: float) -> None:
+        """Divides a time among the levels whose blocks came back, or were waited for."""
+        num_bytes = moved.total()
+        if num_bytes:
+            for level, part in moved.items():
+                self._rates.note_restored(level, part, seconds * part / num_bytes)
+            return
+        for restoration in kv.restorations.values():
+            if not restoration.is_done and not restoration.has_failed:
+                level = level_of(restoration.reads[restoration.num_done].key)
+                self._rates.note_restored(level, 0, seconds)
+                return
 
     def _advance(
-        self, restoration: Restoration, memory: HostMemory, most: int, until: float
-    ) -> int:
-        """Returns the bytes that have come back."""
-        num_bytes = 0
-        while num_bytes < most and not restoration.is_done and not restoration.has_failed:
+        self,
+        restoration: Restoration,
+        memory: HostMemory,
+        most: int,
+        until: float,
+        most_ahead: int,
+        moved: Counter[Level],
+    ) -> None:
+        """Adds the bytes that have come back to `moved`."""
+        while moved.total() < most and not restoration.is_done and not restoration.has_failed:
             group, block, key = restoration.reads[restoration.num_done]
-            if key < FIRST_KEY:
+            level = level_of(key)
+            if level is Level.MEMORY:
                 if not memory.has(key):
                     break  # it was evicted a moment ago
                 data = memory[key]
             else:
-                ahead = self._read_ahead(restoration)
+                ahead = self._read_ahead(restoration, most_ahead)
                 if not ahead.reads:
                     break  # until others have used what was read for them
                 read = ahead.reads[0]
@@ -100,34 +135,38 @@ class Restorer:
                 is_good = read.done is not None and read.done.result()
                 assert self._store is not None
                 self._store.note_read(key, is_good=is_good)
+                self._used.append(read.data)
                 if not is_good:
                     restoration.has_failed = True
                     break
                 data = read.data
             self._blocks.write(group, block, data)
             restoration.num_done += 1
-            num_bytes += max(1, data.size)
-            if time.perf_counter() >= until:
+            moved[level] += max(1, data.size)
+            if perf_counter() >= until:
                 break
-        return num_bytes
 
-    def _read_ahead(self, restoration: Restoration) -> _Ahead:
-        """Begins to read the next blocks from disk."""
+    def _read_ahead(self, restoration: Restoration, most: int) -> _Ahead:
+        """Begins to read the next blocks from disk.
+
+        Args:
+            most: Maximum bytes of all blocks that are read and not used; at least one block is.
+        """
         ahead, store = self._ahead.setdefault(restoration, _Ahead()), self._store
         assert store is not None
         ahead.next = max(ahead.next, restoration.num_done)
-        room = _MAX_AHEAD_BYTES - sum(each.num_bytes for each in self._ahead.values())
+        num_ahead = sum(each.num_bytes for each in self._ahead.values())
         while ahead.next < len(restoration.reads):
             group, _, key = restoration.reads[ahead.next]
             size = self._blocks.num_bytes[group]
-            is_enough = ahead.num_bytes + size > _AHEAD_BYTES or size > room
-            if is_enough and (ahead.reads or room < _MAX_AHEAD_BYTES):
+            is_enough = ahead.num_bytes + size > _AHEAD_BYTES or num_ahead + size > most
+            if is_enough and num_ahead:
                 break
             ahead.next += 1
-            if key < FIRST_KEY:
+            if level_of(key) is Level.MEMORY:
                 continue
-            data = np.empty(size, dtype=np.uint8)
+            data = self._buffers.take(size)
             ahead.reads.append(_Read(data, store.read(key, data.data, self._arrived)))
             ahead.num_bytes += size
-            room -= size
+            num_ahead += size
         return ahead

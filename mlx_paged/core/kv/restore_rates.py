@@ -1,0 +1,152 @@
+"""RestoreRates: decides which stored blocks come back faster than they are computed.
+
+A tier restores some bytes per second, and a device computes some tokens of prompts per second. On a
+large GPU behind a slow bus, a long prefix may be computed sooner than it comes back. Both rates are
+measured while the engine works. Until enough is known of both, everything is restored::
+
+      blocks      [ device ][ memory ][ memory ][ disk ][ disk ]
+      computed              1.2 ms    1.2 ms    1.2 ms  1.2 ms
+      restored              1.0 ms    1.0 ms    1.6 ms  1.6 ms
+                                                |
+                                                computed from here on
+
+A level that is refused is not measured meanwhile. Each refusal takes some weight from its past, so
+after a few dozen it is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from mlx_paged.core.kv.groups import KVCacheGroup
+from mlx_paged.core.kv.stored import StoredPrefix
+from mlx_paged.core.kv.tier import ABSENT
+
+#: Bytes of a level, and tokens of prompts, that must have been measured before a block is refused.
+LEAST_BYTES = 64 << 20
+LEAST_TOKENS = 2048
+# Older ones than these are forgotten.
+_MOST_BYTES = 1 << 30
+_MOST_TOKENS = 1 << 16
+# The weight of the past of a level after a refusal.
+_FADING = 0.9
+
+
+class Level(StrEnum):
+    """A place of stored blocks."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+class Rate:
+    """Seconds that a unit takes, from the latest measurements.
+
+    Args:
+        least: Units that must have been measured before the rate counts as known.
+        most: Units whose measurements are remembered.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least = least
+        self._most = most
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: int, seconds: float) -> None:
+        """Adds a measurement. Its amount may be 0: time that passed before anything was done."""
+        self._amount += amount
+        self._seconds += seconds
+        if self._amount > self._most:
+            self.fade(self._most / self._amount)
+
+    def fade(self, weight: float) -> None:
+        """Multiplies the weight of the past."""
+        self._amount *= weight
+        self._seconds *= weight
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds per unit; None if too little is known."""
+        return self._seconds / self._amount if self._amount >= self._least else None
+
+
+class RestoreRates:
+    """The rates of one engine.
+
+    Args:
+        block_bytes: Bytes of a block of each KV cache group.
+        block_size: Tokens of a block.
+        level_of: Returns the level of a tier's key.
+    """
+
+    def __init__(
+        self, block_bytes: Sequence[int], block_size: int, level_of: Callable[[int], Level]
+    ) -> None:
+        self._block_bytes = tuple(block_bytes)
+        self._block_size = block_size
+        self._level_of = level_of
+        self._computed = Rate(LEAST_TOKENS, _MOST_TOKENS)
+        self._restored = {level: Rate(LEAST_BYTES, _MOST_BYTES) for level in Level}
+
+    def note_computed(self, num_tokens: int, seconds: float) -> None:
+        """Learns from a step that computed tokens of prompts, and little else."""
+        self._computed.add(num_tokens, seconds)
+
+    def note_restored(self, level: Level, num_bytes: int, seconds: float) -> None:
+        """Learns from blocks that came back while nothing else ran."""
+        self._restored[level].add(num_bytes, seconds)
+
+    def note_refusal(self) -> None:
+        """Learns that blocks were computed because of `worth`."""
+        for rate in self._restored.values():
+            rate.fade(_FADING)
+
+    def worth(self, stored: StoredPrefix, first: int, groups: Sequence[KVCacheGroup]) -> int:
+        """Returns how many leading blocks of a prefix a new sequence should not compute.
+
+        Args:
+            stored: The prefix. Every group can continue from its end.
+            first: Leading blocks that need no restoration.
+
+        Returns:
+            `stored.num_blocks` to restore all of them; `first` or less if nothing pays. In between
+            is the best end by full attention alone, from where other groups may be unable to
+            continue: shorten the prefix, and ask again.
+        """
+        computed, depth = self._computed.seconds, stored.num_blocks
+        if computed is None:
+            return depth
+        # Seconds that are saved by restoring blocks up to some end.
+        saved = most_saved = 0.0
+        best = first
+        for index in range(first, depth):
+            saved += computed * self._block_size - self._seconds(stored, 0, index)
+            if saved > most_saved:
+                best, most_saved = index + 1, saved
+        if best < depth:
+            return best
+        # Windows and states, which are needed only at the end.
+        for group in groups[1:]:
+            saved -= sum(self._seconds(stored, group.number, i) for i in group.view(depth))
+        return depth if saved > 0 else first
+
+    def pays(self, level: Level) -> bool:
+        """True unless blocks of full attention are computed faster than a level restores them."""
+        computed, restored = self._computed.seconds, self._restored[level].seconds
+        if computed is None or restored is None:
+            return True
+        return restored * self._block_bytes[0] < computed * self._block_size
+
+    def bytes_within(self, seconds: float) -> float:
+        """Bytes that come back from host memory in a given time; infinite if it is unknown."""
+        restored = self._restored[Level.MEMORY].seconds
+        return seconds / restored if restored else float("inf")
+
+    def _seconds(self, stored: StoredPrefix, group: int, index: int) -> float:
+        """Seconds until a block is on the device; 0 if it is, or if the rate is unknown."""
+        entry = stored.entry(group, index)
+        if entry >= ABSENT:
+            return 0.0
+        restored = self._restored[self._level_of(-entry)].seconds
+        return 0.0 if restored is None else restored * self._block_bytes[group]

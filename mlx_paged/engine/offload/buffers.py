@@ -1,0 +1,41 @@
+"""Buffers: spare memory for blocks on their way to or from the disk."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from mlx_paged.model.block_bytes import Bytes
+
+#: Bytes that are kept for the next blocks.
+MAX_SPARE_BYTES = 64 << 20
+
+
+class Buffers:
+    """Keeps buffers that are no longer needed, by size. Any thread may call it.
+
+    The system maps fresh memory page by page when it is first written, which takes several times as
+    long as the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spare: dict[int, list[Bytes]] = {}
+        self._num_bytes = 0
+
+    def take(self, size: int) -> Bytes:
+        """Returns ``[size]`` uint8 of any content."""
+        with self._lock:
+            spare = self._spare.get(size)
+            if spare:
+                self._num_bytes -= size
+                return spare.pop()
+        return np.empty(size, dtype=np.uint8)
+
+    def give(self, buffer: Bytes) -> None:
+        """Takes a buffer that nothing uses any more."""
+        with self._lock:
+            if self._num_bytes + buffer.size <= MAX_SPARE_BYTES:
+                self._num_bytes += buffer.size
+                self._spare.setdefault(buffer.size, []).append(buffer)
