@@ -152,9 +152,11 @@ def test_a_step_of_many_decodes_says_little_of_prompts() -> None:
     offloading.rates.note_computed = lambda *note: found.append(note)  # type: ignore[method-assign]
 
     class Batch:
-        def __init__(self, *query_lens: int) -> None:
+        def __init__(self, *query_lens: int, has_drafts: bool = False) -> None:
             self.query_lens, self.num_tokens = query_lens, sum(query_lens)
+            self.has_drafts = has_drafts
 
     for lens in ((127,), (128,), (100, 28), (128, *[1] * 8), (128, *[1] * 9), (1, 1)):
         offloading.note_step(Batch(*lens), 1.0)  # type: ignore[arg-type]
+    offloading.note_step(Batch(*[4] * 64, has_drafts=True), 1.0)  # type: ignore[arg-type]
     assert found == [(128, 1.0)] * 3

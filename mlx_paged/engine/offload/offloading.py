@@ -192,6 +192,8 @@ class Offloading:
         Args:
             seconds: See `StepResult`.
         """
+        if batch.has_drafts:
+            return
         num_tokens = sum(length for length in batch.query_lens if length > 1)
         num_decodes = batch.num_tokens - num_tokens
         if num_tokens >= max(_LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE * num_decodes):
