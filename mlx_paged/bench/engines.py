@@ -28,8 +28,8 @@ from mlx_paged.bench.datasets import Prompt
 from mlx_paged.bench.figures import Answer, EngineName, Run
 from mlx_paged.bench.remote import Remote
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
+from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.loader import LoadedModel
@@ -89,18 +89,17 @@ def open_runner(name: EngineName, settings: Settings) -> Runner:
     Raises:
         ModelLoadError, UnsupportedModelError, InvalidParameterError: See `LLM`.
     """
-    model = load(settings.model, dtype=settings.dtype)
     if name is EngineName.MLX_LM:
-        return MlxLmRunner(model, settings)
-    return PagedRunner(model, settings)
+        return MlxLmRunner(load(settings.model, dtype=settings.dtype), settings)
+    return PagedRunner(settings)
 
 
 class PagedRunner(Runner):
     """This package's engine."""
 
-    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         config = EngineConfig(max_num_seqs=settings.max_num_seqs, **settings.engine_options)
-        self._engine = Engine(model, config)
+        self._engine = make_engine(settings.model, config, dtype=settings.dtype)
         self._settings = settings
 
     def run(self, prompts: Sequence[Prompt], *, cold: bool = False) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -144,6 +145,25 @@ KVCacheMemory = Annotated[
     option(
         ENGINE, "Bytes for the KV cache.", "--kv-cache-memory", min=1, show_default="from memory"
     ),
+]
+
+
+def follow_first(size: int) -> int:
+    """Under `mlx.launch`, makes every process but the first follow that one; those never return."""
+    if size > 1 and os.environ.get("MLX_RANK", "0") != "0":
+        from mlx_paged.engine.ranks.start import follow_if_launched
+
+        follow_if_launched(size)
+    return size
+
+
+RANKS_HELP = (
+    "Divide the layers among this many devices of this machine, or among the processes that "
+    "mlx.launch started. docs/distributed.md"
+)
+TensorParallelSize = Annotated[
+    int,
+    option(ENGINE, RANKS_HELP, "--tensor-parallel-size", "-tp", min=1, callback=follow_first),
 ]
 DTYPE_HELP = "Data type of the weights. auto: as stored, float32 on the CPU."
 ModelDType = Annotated[DType, option(ENGINE, DTYPE_HELP)]

@@ -20,11 +20,11 @@ from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.intake import CheckedRequest
-from mlx_paged.engine.loading import load
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import MediaPrompts
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
+from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.engine.request_options import params_of, pooling_params_of
 from mlx_paged.engine.request_stream import Channel, RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -86,9 +86,11 @@ class AsyncEngine:
         """
         config = EngineConfig(**options)
         return cls(
-            lambda: Engine(
-                load(model, dtype=dtype, generation_config=generation_config),
+            lambda: make_engine(
+                model,
                 config,
+                dtype=dtype,
+                generation_config=generation_config,
                 on_kernel=on_kernel,
             )
         )

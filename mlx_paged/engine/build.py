@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_paged import kernels
 from mlx_paged.core import KVManager, SchedulerConfig
@@ -25,6 +26,7 @@ from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.pressure import MemoryPressure
+from mlx_paged.engine.ranks.lead import LeadRunner, Ranks
 from mlx_paged.engine.relief import Relief
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
@@ -95,25 +97,64 @@ class EngineParts:
     offloading: Offloading | None
 
 
+class PreparedModel(NamedTuple):
+    """A paged model without pools.
+
+    Attributes:
+        model_limit: Maximum context tokens that the model supports; None: no limit.
+        max_model_len: Maximum context tokens with the engine's options.
+    """
+
+    paged: PagedModel
+    model_limit: int | None
+    max_model_len: int | None
+
+
+def resolve(model: LoadedModel, given: EngineConfig) -> EngineConfig:
+    """Returns the options that a caller gave, resolved for a model."""
+    platform, directory = Platform.current(), model_directory(model.name)
+    config = given.for_model(directory, model.config, classifies=model.head is not None)
+    return memory.with_step_tokens(config, platform).with_step_time(
+        draws_screen=platform.draws_screen
+    )
+
+
+def prepare_model(model: LoadedModel, config: EngineConfig) -> PreparedModel:
+    """Builds the paged model; the same on every rank.
+
+    Args:
+        config: From `resolve`.
+
+    Raises:
+        InvalidParameterError, UnsupportedModelError: See `build_engine`.
+    """
+    paged = _paged_model(model, config, Platform.current())
+    limits = [model.max_model_len, paged.layout.max_context_len]
+    model_limit = min((n for n in limits if n is not None), default=None)
+    max_model_len = config.model_len(model_limit)
+    paged.limit_contexts(max_model_len)
+    return PreparedModel(paged, model_limit, max_model_len)
+
+
 def build_engine(
-    model: LoadedModel, given: EngineConfig, on_kernel: kernels.OnKernel | None
+    model: LoadedModel,
+    given: EngineConfig,
+    on_kernel: kernels.OnKernel | None,
+    ranks: Ranks | None = None,
 ) -> EngineParts:
     """Builds the model, its pools and its kernels, and warms it up.
 
     Args:
         given: The options as the caller gave them.
         on_kernel: See `Engine`.
+        ranks: The other ranks, which have their parts of the model; None: there are none.
 
     Raises:
         InvalidParameterError, UnsupportedModelError: Options that do not fit the model or the
             memory.
     """
     platform, tokenizer = Platform.current(), model.tokenizer
-    directory = model_directory(model.name)
-    config = memory.with_step_tokens(
-        given.for_model(directory, model.config, classifies=model.head is not None), platform
-    ).with_step_time(draws_screen=platform.draws_screen)
-    media = model.media
+    config, media = resolve(model, given), model.media
     if media is not None and config.mm_processor_kwargs:
         media = media.with_options(config.mm_processor_kwargs)
     generates = config.runner == "generate"
@@ -127,18 +168,14 @@ def build_engine(
             cache_size=config.structured_outputs_cache_size,
         )
     reasoning_format = format_of(config.reasoning_parser, tokenizer)
-    paged = _paged_model(model, config, platform)
-    limits = [model.max_model_len, paged.layout.max_context_len]
-    model_limit = min((n for n in limits if n is not None), default=None)
-    max_model_len = config.model_len(model_limit)
-    paged.limit_contexts(max_model_len)
+    paged, model_limit, max_model_len = prepare_model(model, config)
     adapters, default_adapter = _adapters(paged, config)
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
     draft_model = _model_drafter(model, paged, config, masks, max_model_len)
     companion_bytes = 0 if draft_model is None else draft_model.bytes_per_token
     kv_config = KVCacheConfig(paged.layout, config, max_model_len, companion_bytes)
-    runner = _runner(paged, config, kv_config, model, masks)
+    runner = _runner(paged, config, kv_config, model, masks, ranks)
     if prove_kernels(paged, config.calibrate) is not None:
         platform = paged.platform
     with_media = _with_media(runner, config, model)
@@ -202,7 +239,7 @@ def build_engine(
     pools = PoolMemory(
         runner, kv_config, sizes, new_kv, step_blocks=step_blocks, companion=draft_model
     )
-    follows = config.memory_pressure == "auto" and not platform.has_cuda
+    follows = config.memory_pressure == "auto" and not platform.has_cuda and ranks is None
     source = pressure_sources.system_source() if follows else None
     return EngineParts(
         config=config,
@@ -220,7 +257,7 @@ def build_engine(
         media=media,
         hidden_size=hidden_size,
         labels=() if classifier is None else classifier.head.labels,
-        prompts=prompts_of(directory),
+        prompts=prompts_of(model_directory(model.name)),
         speculator=speculator,
         offloading=offloading,
     )
@@ -284,8 +321,10 @@ def _runner(
     kv_config: KVCacheConfig,
     model: LoadedModel,
     masks: MaskSource,
+    ranks: Ranks | None,
 ) -> ModelRunner:
-    """Makes the runner that the options name: for generation or for pooling.
+    """Makes the runner that the options name: for generation, on one rank or several, or for
+    pooling.
 
     Raises:
         UnsupportedModelError: The model cannot be pooled.
@@ -293,11 +332,11 @@ def _runner(
     """
     pooler = config.pooler
     if pooler is None:
-        media = _step_media(paged, model)
-        return ModelRunner(
+        make = ModelRunner if ranks is None else partial(LeadRunner, ranks=ranks)
+        return make(
             paged,
             windows=kv_config.windows,
-            media=media,
+            media=_step_media(paged, model),
             masks=masks,
             orders_all=config.speculative_config is not None,
         )
@@ -351,6 +390,8 @@ def _model_drafter(
     if options.method == "dflash":
         return make_dflash(options, target, paged, masks, max_model_len=max_model_len)
     if options.method == "auto":
+        if config.tensor_parallel_size > 1:
+            return None  # A head reads hidden states, which other ranks' graphs do not have.
         return _own_head(options, target, paged, masks, max_model_len)
     if options.method == "mtp":
         return make_mtp(options, target, paged, masks, max_model_len=max_model_len)

@@ -19,7 +19,7 @@ from mlx_paged.engine.pooling.params import (
     pooler_config_of,
     runner_of,
 )
-from mlx_paged.engine.speculation.config import SpeculativeConfig, speculative_config_of
+from mlx_paged.engine.speculation.config import HEADS, SpeculativeConfig, speculative_config_of
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.kv_formats import KVFormat, format_named, skipped_layers
 from mlx_paged.multimodal.options import MediaLimits, MediaOptions
@@ -30,6 +30,7 @@ _DEFAULT_KV_CACHE_MEMORY = 4 * _GIB
 _MAX_SECONDS = 3600
 _MAX_LORA_RANK = 512
 _MAX_OFFLOADING = 1 << 20  # GiB
+_MAX_RANKS = 1024
 DEFAULT_STEP_TOKENS = 2048
 _SMOOTH_STEP_MS = 50
 CALIBRATE = ("auto", "off", "force")
@@ -45,6 +46,9 @@ class EngineConfig:
     Attributes:
         runner: "generate" for tokens, "pooling" for embeddings (`LLM.embed`). "auto" is "pooling"
             for models with sentence-transformers' files, which say how they are pooled.
+        tensor_parallel_size: Number of ranks that share the model's layers, each with a process and
+            a device of its own, see docs/distributed.md (vLLM's name).
+        pipeline_parallel_size: Only 1: a rank has a part of every layer.
         pooler_config: How to pool texts: a `PoolerConfig`, or a mapping with its fields. None uses
             the model's own settings. Only for the pooling runner.
         hf_overrides: vLLM's way to mark a model as a reranker: a mapping with
@@ -139,6 +143,8 @@ class EngineConfig:
     """
 
     runner: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     pooler_config: PoolerConfig | Mapping[str, Any] | None = None
     hf_overrides: Mapping[str, Any] | None = None
     block_size: int = 32
@@ -193,6 +199,7 @@ class EngineConfig:
         object.__setattr__(self, "pooler_config", overridden(given, self.hf_overrides))
         self._check_pooler()
         for name, least in (
+            ("tensor_parallel_size", 1),
             ("num_gpu_blocks_override", 2),
             ("kv_cache_memory", 1),
             ("typical_context_len", 1),
@@ -268,6 +275,7 @@ class EngineConfig:
         if self.policy not in policies:
             raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
         self._check_adapters()
+        self._check_ranks()
         _ = self.media_options
 
     @cached_property
@@ -357,6 +365,35 @@ class EngineConfig:
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise InvalidParameterError("adapter_path", "None or a directory", path)
         object.__setattr__(self, "adapter_path", None if path is None else str(path))
+
+    def _check_ranks(self) -> None:
+        if self.pipeline_parallel_size != 1:
+            expected = "1 (layers are divided by tensor_parallel_size)"
+            raise InvalidParameterError(
+                "pipeline_parallel_size", expected, self.pipeline_parallel_size
+            )
+        if self.tensor_parallel_size > _MAX_RANKS:
+            expected = f"at most {_MAX_RANKS}"
+            raise InvalidParameterError("tensor_parallel_size", expected, self.tensor_parallel_size)
+        if self.tensor_parallel_size == 1:
+            return
+        speculative = self.speculative_config
+        method = speculative.method if isinstance(speculative, SpeculativeConfig) else None
+        for name, is_refused in (
+            ("runner", self.runner == "pooling"),
+            ("kv_offloading_size", self.kv_offloading_size is not None),
+            ("kv_offload_dir", self.kv_offload_dir is not None),
+            ("enable_lora", self.enable_lora),
+            ("adapter_path", self.adapter_path is not None),
+            ("speculative_config", method in HEADS),
+        ):
+            if is_refused:
+                default = type(self).__dataclass_fields__[name].default
+                expected = "'generate'" if name == "runner" else repr(default)
+                if name == "speculative_config":
+                    expected = f"a method other than {', '.join(HEADS)}"
+                expected += " where tensor_parallel_size is above 1"
+                raise InvalidParameterError(name, expected, getattr(self, name))
 
     @property
     def num_adapter_slots(self) -> int:

@@ -28,6 +28,7 @@ from mlx_paged.engine.output_processor import OutputProcessor, RequestState
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.pressure import POLL_SECONDS
+from mlx_paged.engine.ranks.lead import CHECK_SECONDS, Ranks, RanksExecutor
 from mlx_paged.engine.recovery import Recovery
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.speculation.speculator import Speculator
@@ -54,6 +55,7 @@ class Engine:
         config: Options.
         on_kernel: On a GPU, called before each kernel that is compiled (Metal), then before each
             kind of step of the warm-up, with the number done and the total, and after the last.
+        ranks: The other ranks, if this is rank 0 of several; see `make_engine`.
 
     Attributes:
         config: The options, resolved for the model.
@@ -72,9 +74,10 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         on_kernel: kernels.OnKernel | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._guard = EngineGuard()
-        parts = build_engine(model, config or EngineConfig(), on_kernel)
+        parts = build_engine(model, config or EngineConfig(), on_kernel, ranks)
         self.config = parts.config
         self.tokenizer = model.tokenizer
         self.vocab_size = model.vocab_size
@@ -96,9 +99,13 @@ class Engine:
         self._scheduler = Scheduler(
             parts.scheduler_config, self._kv, step_time=self._step_time, history=self._history
         )
-        self._executor: Executor = InProcessExecutor(
-            self._runner, times_prompts=self._step_time is not None
+        times_prompts = self._step_time is not None
+        self._executor: Executor = (
+            InProcessExecutor(self._runner, times_prompts=times_prompts)
+            if ranks is None
+            else RanksExecutor(self._runner, ranks, times_prompts=times_prompts)
         )
+        self._ranks = ranks
         self._columns = parts.columns
         self._speculator: Speculator | None = parts.speculator
         self.intake = parts.make_intake(self.max_request_len)
@@ -237,11 +244,16 @@ class Engine:
         """Seconds after which an idle engine wants `on_idle`; None: it need not be called."""
         if self._offloading is not None and self._offloading.has_idle_work:
             return 0.0
-        return self.pressure_interval
+        return CHECK_SECONDS if self._ranks is not None else self.pressure_interval
 
     def on_idle(self) -> None:
         """Does what is left to an engine without requests: it follows the system's memory pressure,
-        and copies some blocks to host memory and for the disk."""
+        and copies some blocks to host memory and for the disk.
+
+        Raises:
+            EngineDeadError: Another rank has ended.
+        """
+        self._executor.check()
         self.follow_pressure()
         if self._offloading is None or not self._offloading.has_idle_work:
             return
@@ -251,6 +263,12 @@ class Engine:
                 self._begin()
                 if not self._has_work:
                     self._offloading.advance_idle()
+
+    def when_stuck(self, call: Callable[[str], object]) -> None:
+        """Has `call` called, on another thread, with the reason why the step that runs can never
+        end: another rank has ended. The process ends some seconds later."""
+        if self._ranks is not None:
+            self._ranks.group.on_stuck = call
 
     @property
     def pressure_interval(self) -> float | None:

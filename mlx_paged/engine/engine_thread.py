@@ -126,6 +126,7 @@ class EngineThread:
         failure: BaseException | None = None
         try:
             self.engine = self._make_engine()
+            self.engine.when_stuck(self._fail_all)  # This thread runs no Python then.
             # The model, its tokenizer and all modules live until the end: the collector need not
             # walk them repeatedly. That cost some steps of 256 sequences 40 ms.
             gc.collect()
@@ -138,6 +139,8 @@ class EngineThread:
             self.engine.synchronize()
         except BaseException as error:
             reason, failure = reason_of(error), error
+            if isinstance(error, EngineDeadError):
+                reason = error.reason
             expected = isinstance(error, MlxPagedError)
             if expected and not self.ready.done():  # For an unusable model, the error says it all.
                 logger.critical("%s", error)
@@ -168,7 +171,8 @@ class EngineThread:
             except BaseException as error:
                 gc_pause.resume_gc()  # The exception may have skipped the step's own call.
                 self._num_failures += 1
-                if self._num_failures >= _MAX_FAILURES:
+                is_end = isinstance(error, EngineDeadError)  # Another rank has ended.
+                if is_end or self._num_failures >= _MAX_FAILURES:
                     raise
                 logger.exception("the engine goes on after %s", reason_of(error))
 

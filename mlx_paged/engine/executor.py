@@ -61,6 +61,9 @@ class Executor(Protocol):
     def reset(self) -> None:
         """Drops all steps that were launched, and waits until the device is idle."""
 
+    def check(self) -> None:
+        """Raises `EngineDeadError` if it can run no more steps. Called about once a second."""
+
 
 @dataclass(slots=True)
 class PendingStep:
@@ -166,6 +169,9 @@ class InProcessExecutor:
         self._pending.clear()
         self._read = None
         self._runner.reset()
+
+    def check(self) -> None:
+        """See `Executor`. A fault of this device ends no more than its sequences."""
 
     def _enter_thread(self) -> None:
         """Waits for steps that another thread launched.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_paged.model import loader
-from mlx_paged.model.loader import LoadedModel, MultiModalCheckpoint
+from mlx_paged.model.loader import LoadedModel, MultiModalCheckpoint, Shard
 from mlx_paged.multimodal.packages import package_of
 
 
@@ -16,6 +16,7 @@ def load(
     *,
     dtype: str = "auto",
     generation_config: Mapping[str, Any] | None = None,
+    shard: Shard | None = None,
 ) -> LoadedModel:
     """Loads a model for paged serving.
 
@@ -25,6 +26,7 @@ def load(
         dtype: "auto", "float32", "float16" or "bfloat16"; see `model.loader.load`.
         generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
             end tokens of the model, too.
+        shard: See `model.loader.load`.
 
     Raises:
         InvalidParameterError: A generation config that cannot be read.
@@ -36,6 +38,7 @@ def load(
         dtype=dtype,
         generation_config=generation_config,
         find_multimodal=_find_multimodal,
+        shard=shard,
     )
 
 

@@ -21,8 +21,8 @@ from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.guard import check_process
-from mlx_paged.engine.loading import load
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
+from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.errors import ForkedProcessError, MlxPagedError
 from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
@@ -62,8 +62,7 @@ class LocalClient:
         """Loads a model and makes its engine; see `LLM`."""
         check_process()
         config = EngineConfig(**options)
-        loaded = model if isinstance(model, LoadedModel) else load(model, dtype=dtype)
-        return cls(Engine(loaded, config, on_kernel=on_kernel))
+        return cls(make_engine(model, config, dtype=dtype, on_kernel=on_kernel))
 
     def batch(self, *, streams: bool = False) -> Batch:
         """Returns an empty batch, a context manager that ends its unfinished requests.

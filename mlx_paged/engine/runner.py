@@ -80,6 +80,18 @@ class LaunchedStep:
         return [self.reported, *(a for r in reports for a in r.arrays.arrays)]
 
 
+class StepRows(NamedTuple):
+    """Where the sequences of a step are among its rows."""
+
+    query_lens: np.ndarray  # [num_seqs] int64
+    context_lens: np.ndarray  # [num_seqs] int64: tokens in the blocks after the step
+    begins: np.ndarray  # [num_seqs]: first row of each sequence
+    # Rows whose logits are needed: first those sampled, then those before reported prompt tokens.
+    wanted: np.ndarray
+    num_sampled: int
+    num_ordered: int  # see `StepInputs.num_ordered_rows`
+
+
 class SampleFailure(NamedTuple):
     """Explains why a row could not be sampled. Evaluated only when one failed."""
 
@@ -129,6 +141,10 @@ class ModelRunner:
             does so for up to 64 rows, because a BLAS multiplies more of them faster.
         to_vocabulary: Maps logits to those of another model's vocabulary before sampling, because
             noise depends on their width.
+
+    Attributes:
+        share_tokens: On rank 0 of several, gives a step's tokens to the others; None: there are
+            none.
     """
 
     def __init__(
@@ -142,6 +158,7 @@ class ModelRunner:
         orders_all: bool = False,
         to_vocabulary: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
+        self.share_tokens: Callable[[mx.array], mx.array] | None = None
         self._orders_all = orders_all
         self._to_vocabulary = to_vocabulary
         # On a GPU, kernels for one row of a sequence and for several sum in different orders.
@@ -306,25 +323,9 @@ class ModelRunner:
         bounds: np.ndarray | None,
     ) -> LaunchedStep:
         self._copy_blocks(batch)
-        count, is_decode, targets = len(batch.seq_ids), batch.is_decode, batch.prompt_targets
-        num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
-        context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
-        if is_decode:
-            # A single sampled token is the last one of its prompt, or follows it.
-            begins = wanted = np.arange(count)
-        else:
-            ends = np.cumsum(num_rows)
-            begins, wanted = ends - num_rows, ends - 1
-            if False in batch.samples:
-                wanted = wanted[np.array(batch.samples)]
-            if batch.has_drafts:
-                num_samples = np.array(batch.num_samples(), dtype=np.int64)
-                wanted = np.flatnonzero(_rows_behind(num_rows) < num_samples.repeat(num_rows))
-        num_sampled = len(wanted)
-        if targets:
-            # First the sampled rows, then the rows before reported prompt tokens.
-            reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in targets]
-            wanted = np.concatenate([wanted, *reported])
+        targets = batch.prompt_targets
+        rows = self._step_rows(batch)
+        num_sampled = rows.num_sampled
         metadata: SamplingMetadata = batch.sampling
         newest, grammars = None, None
         if num_sampled and metadata.edits:
@@ -336,16 +337,17 @@ class ModelRunner:
         media, made = None, []
         if self.media is not None:
             overlaps = isinstance(previous, LaunchedStep)
-            media = self.media.build(batch, context_lens, num_rows, overlaps=overlaps)
+            media = self.media.build(batch, rows.context_lens, rows.query_lens, overlaps=overlaps)
             made = self.media.store.made()
-        num_ordered = self._num_ordered_rows(batch, num_rows)
-        inputs = self._inputs(batch, context_lens, num_rows, wanted, media, num_ordered)
+        inputs = self._inputs(
+            batch, rows.context_lens, rows.query_lens, rows.wanted, media, rows.num_ordered
+        )
         if features is not None:
             inputs = replace(inputs, features=features, bounds=bounds)
         repetition = self.model.repetition_of(inputs)
         step_tokens = input_tokens(
             batch,
-            begins,
+            rows.begins,
             previous,
             repetition.num_rows - len(batch.token_ids),
             stays=repetition.reads_once,
@@ -355,10 +357,10 @@ class ModelRunner:
         if self._to_vocabulary is not None:
             mapped = self._to_vocabulary(logits)
             logits, greedy = mapped, greedy if mapped is logits else None
-        if logits.shape[0] > len(wanted) and not _is_greedy(metadata):
+        if logits.shape[0] > len(rows.wanted) and not _is_greedy(metadata):
             # The host ignores greedy tokens of padding; nothing else is computed for it.
-            logits = logits[: len(wanted)]
-            greedy = None if greedy is None else Greedy(*(a[: len(wanted)] for a in greedy))
+            logits = logits[: len(rows.wanted)]
+            greedy = None if greedy is None else Greedy(*(a[: len(rows.wanted)] for a in greedy))
         if num_sampled:
             raw = logits
             if targets:
@@ -370,6 +372,9 @@ class ModelRunner:
             if greedy is None or for_host is not greedy.reported:  # which is for the host
                 for_host = ops.to_host(for_host)
             logprobs = _report_samples(raw, tokens, batch, metadata)
+            if self.share_tokens is not None:
+                tokens = self.share_tokens(tokens[:num_sampled])
+                made = [*made, tokens]
         else:
             # Nothing to choose: the step only writes to the pools.
             tokens, logprobs, sample_failure = mx.zeros((0,), dtype=mx.int32), None, None
@@ -435,13 +440,31 @@ class ModelRunner:
             may_pad=self.splits_drafts and batch.has_drafts,
         )
 
-    def _num_ordered_rows(self, batch: StepBatch, query_lens: np.ndarray) -> int:
-        """Number of leading rows that belong to decodes and their drafts, or to the last token of a
-        prompt."""
+    def _step_rows(self, batch: StepBatch) -> StepRows:
+        query_lens = np.frombuffer(batch.query_lens, dtype=np.int64)
+        context_lens = np.frombuffer(batch.starts, dtype=np.int64) + query_lens
+        if batch.is_decode:
+            # A single sampled token is the last one of its prompt, or follows it.
+            begins = wanted = np.arange(len(batch.seq_ids))
+        else:
+            ends = np.cumsum(query_lens)
+            begins, wanted = ends - query_lens, ends - 1
+            if False in batch.samples:
+                wanted = wanted[np.array(batch.samples)]
+            if batch.has_drafts:
+                num_samples = np.array(batch.num_samples(), dtype=np.int64)
+                wanted = np.flatnonzero(_rows_behind(query_lens) < num_samples.repeat(query_lens))
+        num_sampled = len(wanted)
+        if batch.prompt_targets:
+            reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in batch.prompt_targets]
+            wanted = np.concatenate([wanted, *reported])
+        # The leading rows belong to decodes and their drafts, or to the last token of a prompt.
         is_decode = query_lens == 1 + np.frombuffer(batch.num_drafts, dtype=np.int32)
         num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
-        num_rows = int(query_lens[:num_decodes].sum())
-        return num_rows if self._orders_all or num_rows <= _MAX_ORDERED_ROWS else 0
+        num_ordered = int(query_lens[:num_decodes].sum())
+        if not self._orders_all and num_ordered > _MAX_ORDERED_ROWS:
+            num_ordered = 0
+        return StepRows(query_lens, context_lens, begins, wanted, num_sampled, num_ordered)
 
     def _block_tables(
         self, seq_ids: tuple[int, ...], tables: Sequence[tuple[StepTable, ...]]

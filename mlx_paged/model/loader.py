@@ -127,6 +127,8 @@ class MultiModalCheckpoint(Protocol):
 
 #: (directory, its ``config.json``) -> the checkpoint if it is multimodal, else None.
 FindMultiModal = Callable[[Path, Mapping[str, Any]], MultiModalCheckpoint | None]
+#: (model, its ``config.json``): keeps a part of its weights, see `model.sharding`.
+Shard = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
 def load(
@@ -135,6 +137,7 @@ def load(
     dtype: str = "auto",
     generation_config: Mapping[str, Any] | None = None,
     find_multimodal: FindMultiModal = lambda path, config: None,
+    shard: Shard | None = None,
 ) -> LoadedModel:
     """Loads a model for paged serving.
 
@@ -148,6 +151,7 @@ def load(
         generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
             end tokens of the model, too.
         find_multimodal: Finds multimodal checkpoints. The default takes every model as one of text.
+        shard: Keeps a part of the weights before any are read; None keeps all.
 
     Raises:
         InvalidParameterError: A generation config that cannot be read.
@@ -160,7 +164,7 @@ def load(
     name = str(embedded_model() if path_or_hub_id is None else path_or_hub_id)
     check_path(name)
     if is_gguf(name):
-        return _load_gguf(name, dtype, generation_config)
+        return _load_gguf(name, dtype, generation_config, shard)
     reason, library = None, "mlx-lm"
     try:
         with descriptors.at_least(_MANY_FILES):
@@ -173,7 +177,7 @@ def load(
                 multimodal = None
             reason = None if multimodal is None else multimodal.why_text_only()
             if multimodal is None or reason is not None:
-                loaded = _load(name)
+                loaded = _load(name, lazy=shard is not None)
                 directory = _directory_of(name)
                 loaded = replace(loaded, tokenizer=_with_chat_template(loaded.tokenizer, directory))
             else:
@@ -193,9 +197,15 @@ def load(
         ) from error
     if loaded.media is None:
         require_family(loaded.config)
+    if shard is not None:
+        if loaded.media is not None:
+            reason = "a model that takes media runs on one device"
+            raise UnsupportedModelError(str(loaded.config.get("model_type")), reason)
+        _shard(loaded.model, loaded.config, dtype, shard)
     # Encoders run outside of steps, where products are MLX's.
     with _weights_of(name):
         convert(loaded.model, dtype, keeps_weights=loaded.media is None)
+        mx.eval(loaded.model.parameters())  # A part of them is read only now.
     if generation_config is None:
         # A hub id's files have been downloaded; this only finds their path.
         generation_config = read_generation_config(_directory_of(name))
@@ -216,7 +226,9 @@ def load(
     )
 
 
-def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | None) -> LoadedModel:
+def _load_gguf(
+    name: str, dtype: str, generation_config: Mapping[str, Any] | None, shard: Shard | None
+) -> LoadedModel:
     """Loads a GGUF file, which holds the config and the tokenizer, too.
 
     Raises:
@@ -225,17 +237,24 @@ def _load_gguf(name: str, dtype: str, generation_config: Mapping[str, Any] | Non
     from mlx_paged.model.gguf_loading import load_gguf
 
     checkpoint, model, config, tokenizer = load_gguf(name, dtype)
+    if shard is not None:
+        _shard(model, config, dtype, shard)
     with _weights_of(name):
         convert(model, dtype, keeps_weights=True)
+        mx.eval(model.parameters())
     if generation_config is None:
         generation_config = checkpoint.generation_config()
     tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *eos_token_ids(generation_config)}
     return LoadedModel(model, tokenizer, config, name, generation_config, dtype=dtype)
 
 
-def _load(name: str) -> LoadedFiles:
+def _load(name: str, *, lazy: bool = False) -> LoadedFiles:
     """Like mlx-lm's `load`, also for models that embed or classify texts, which were saved without
-    their output projection."""
+    their output projection.
+
+    Args:
+        lazy: Leave the weights in their files.
+    """
     path = _download(name)
     config = load_config(path)
     names = weight_names(path)
@@ -250,6 +269,7 @@ def _load(name: str) -> LoadedFiles:
         try:
             model, loaded = load_model(
                 path,
+                lazy,
                 model_config=mlx_lm_config(config, fill=fill, has_head=has_head),
                 get_model_classes=model_classes if head is None else _without_head,
             )
@@ -268,6 +288,7 @@ def _load(name: str) -> LoadedFiles:
     # Pooling does not use the projection; the embedding takes its place.
     model, config = load_model(
         path,
+        lazy,
         model_config={**mlx_lm_config(config), "tie_word_embeddings": True},
         get_model_classes=_of_inner_weights,
     )
@@ -409,6 +430,12 @@ def _reason(name: str, error: Exception) -> str:
         f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Check the name and the "
         "network, log in for a gated model, or download it and pass its path"
     )
+
+
+def _shard(model: nn.Module, config: Mapping[str, Any], dtype: str, shard: Shard) -> None:
+    if dtype == "float32":
+        dequantize_model(model)  # lazily; groups of quantized weights could not be divided
+    shard(model, config)
 
 
 def convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:

@@ -358,6 +358,7 @@ class _Calls:
     def __init__(self, model: nn.Module) -> None:
         self._thread = threading.current_thread()
         self._types = {type(m) for m in model.modules()}
+        self._num_ranks: int = getattr(model, "num_ranks", 1)
         self._stack: list[tuple[nn.Module, set[int]]] = []
         self._holders: dict[int, tuple[nn.Module, bool]] = {}
         self._projections: list[tuple[OutputProjection, int]] = []
@@ -413,9 +414,10 @@ class _Calls:
         return list(self._holders.values())
 
     def projection(self, logits: mx.array) -> OutputProjection | None:
-        """Returns the last, so outermost, module that made as many outputs as there are logits."""
+        """Returns the last, so outermost, module that made as many outputs as there are logits, or
+        this rank's part of them."""
         for projection, width in reversed(self._projections):
-            if width == logits.shape[-1]:
+            if logits.shape[-1] in (width, width * self._num_ranks):
                 return projection
         return None
 

@@ -50,6 +50,9 @@ class PickledExecutor:
     def reset(self) -> None:
         self.inner.reset()
 
+    def check(self) -> None:
+        self.inner.check()
+
 
 def kinds_of(batch: StepBatch) -> set[str]:
     """Names the kinds of content in a batch; the workload must have all of them."""
@@ -142,7 +145,8 @@ def test_batches_that_were_pickled_give_the_same_tokens(overlap: bool, num_block
 
 
 def test_an_executor_is_a_protocol() -> None:
-    """Nothing in the engine asks for more than launch, read, reset and the number of faults."""
+    """Nothing in the engine asks for more than launch, read, reset, check and the number of
+    faults."""
     asked = set()
     path = Path(mlx_paged.__file__).parent / "engine"
     for source in path.rglob("*.py"):
@@ -153,7 +157,7 @@ def test_an_executor_is_a_protocol() -> None:
                 and node.value.attr == "_executor"
             ):
                 asked.add(node.attr)
-    assert asked == {"launch", "read", "reset", "num_faults"}
+    assert asked == {"launch", "read", "reset", "check", "num_faults"}
     assert {name for name in vars(Executor) if not name.startswith("_")} <= asked
 
 

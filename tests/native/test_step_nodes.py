@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.ports import free_ports
 from support.reference import DTYPES, ON_GPU
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
@@ -350,16 +350,6 @@ alone = build(x, False)
 results["whole"] = float(mx.abs(alone - whole @ weights[1].T).max())
 print("RESULT", json.dumps(results))
 """
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @needs_cpu_steps

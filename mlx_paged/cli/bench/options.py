@@ -20,6 +20,7 @@ from mlx_paged.cli.options import (
     MaxStepTime,
     Model,
     Speculative,
+    TensorParallelSize,
     option,
 )
 from mlx_paged.errors import InvalidParameterError
@@ -94,6 +95,7 @@ class EngineOptions:
     async_scheduling: AsyncScheduling = True
     max_step_time_ms: MaxStepTime = None
     speculative_config: Speculative = None
+    tensor_parallel_size: TensorParallelSize = 1
 
 
 NumAnswers = Annotated[int, option(ENGINE, "Answers per prompt.", "--n", min=1)]

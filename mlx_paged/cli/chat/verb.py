@@ -25,6 +25,7 @@ from mlx_paged.cli.options import (
     SamplingOptions,
     Speculative,
     SystemPrompt,
+    TensorParallelSize,
     given,
     option,
     refuse,
@@ -42,7 +43,7 @@ _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
     "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
-    "kv_offloading_size", "kv_offload_dir", "kv_offload_gib",
+    "tensor_parallel_size", "kv_offloading_size", "kv_offload_dir", "kv_offload_gib",
 )  # fmt: skip
 
 
@@ -106,6 +107,7 @@ def chat(
     max_step_time_ms: MaxStepTime = None,
     speculative_config: Speculative = None,
     adapter_path: AdapterPath = None,
+    tensor_parallel_size: TensorParallelSize = 1,
     offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
@@ -139,6 +141,7 @@ def chat(
             )  # fmt: skip
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations
+            sizes["tensor_parallel_size"] = tensor_parallel_size
             backend = _local(model, dtype=dtype, async_scheduling=async_scheduling, **sizes)
         else:
             backend = _remote(server, model, api_key)

@@ -14,8 +14,10 @@ from mlx_paged.cli.options import (
     OFFLOAD_DIR_HELP,
     OFFLOAD_GIB_HELP,
     OFFLOADING_HELP,
+    RANKS_HELP,
     SPECULATIVE_HELP,
     DType,
+    follow_first,
     option,
 )
 
@@ -49,6 +51,10 @@ class ModelOptions:
         ),
     ] = None
     dtype: Annotated[DType, option(_MODEL, DTYPE_HELP)] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        option(_MODEL, RANKS_HELP, "--tensor-parallel-size", "-tp", min=1, callback=follow_first),
+    ] = 1
     chat_template: Annotated[
         str | None,
         option(_MODEL, "Jinja chat template, as a file or as source.", show_default="the model's"),

@@ -25,6 +25,8 @@ _FIELD = "speculative_config"
 _DEFAULT_NGRAM = 5
 _DEFAULT_TOKENS = 5
 _HEADS = ("eagle3", "mtp")
+#: Methods that read hidden states of the model.
+HEADS = ("eagle3", "mtp", "dflash")
 _DEFAULT_OF_HEADS = 3
 
 

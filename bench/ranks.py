@@ -1,0 +1,208 @@
+"""Decode steps and prefill of one model on one, two and four ranks, with random weights.
+
+python bench/ranks.py                                   # on a machine with two or four GPUs
+python bench/ranks.py --models tiny --ranks 1 2         # on two CPU cores: does it run?
+
+Every rank reads its part from files, which are written first (`--folder`, in main memory by
+default). The 70B shape has half of its layers, because all of them do not fit on one GPU in
+bfloat16. Aims for it at 32 x 1024: steps 1.7 times as fast on two GPUs, 2.9 times on four.
+Each measurement has a process of its own, whose ranks end with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx_paged.extension  # noqa: F401  (before mlx.core)
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from harness import environment, print_table, save
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_tokenizer, save_config
+
+from mlx_paged.demo import model_path
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.ranks.start import make_engine
+from mlx_paged.engine.sampling_params import SamplingParams
+
+_LLAMA = {
+    "model_type": "llama", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 128256,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "3B": {
+        **_LLAMA, "hidden_size": 3072, "num_hidden_layers": 28, "intermediate_size": 8192,
+        "num_attention_heads": 24, "tie_word_embeddings": True,
+    },
+    "30B-A3B": {
+        **_LLAMA, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "70B, half": {
+        **_LLAMA, "hidden_size": 8192, "num_hidden_layers": 40, "intermediate_size": 28672,
+        "num_attention_heads": 64, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        **_LLAMA, "hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1280,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+GROUP_SIZE = 64
+OUTPUT_TOKENS = 64
+
+
+def write_model(folder: Path, name: str, bits: int) -> Path:
+    """Writes a model with random weights, a few arrays in memory at a time."""
+    path = folder / f"{name.replace(', ', '-')}-{bits}"
+    if (path / "config.json").exists():
+        return path
+    path.mkdir(parents=True)
+    config = dict(CONFIGS[name])
+    model_class, args_class = _get_classes(config=config)
+    mx.random.seed(0)
+    model = model_class(args_class.from_dict(config))
+    linear = {place for place, m in model.named_modules() if hasattr(m, "to_quantized")}
+    by_part: dict[str, dict[str, Any]] = {}
+    for place, array in tree_flatten(model.parameters()):
+        part = ".".join(place.split(".")[:3]) if ".layers." in f".{place}" else "rest"
+        by_part.setdefault(part, {})[place] = array
+    for index, arrays in enumerate(by_part.values()):
+        tensors: dict[str, mx.array] = {}
+        for place, array in arrays.items():
+            values = (0.02 * mx.random.normal(array.shape)).astype(mx.bfloat16)
+            owner, _, kind = place.rpartition(".")
+            if bits == 4 and kind == "weight" and owner in linear:
+                parts = mx.quantize(values, GROUP_SIZE, bits)
+                tensors |= zip((f"{owner}.{s}" for s in ("weight", "scales", "biases")), parts)
+            else:
+                tensors[place] = 1 + values if "norm" in place else values
+        mx.save_safetensors(str(path / f"model-{index:05}.safetensors"), tensors)
+        mx.clear_cache()
+    if bits == 4:
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits}
+    load_tokenizer(model_path()).save_pretrained(path)
+    save_config(config, path / "config.json")
+    return path
+
+
+# --- In a process of its own ----------------------------------------------------------------------
+
+
+def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng((count, length))
+    return [rng.integers(3, vocab_size, length).tolist() for _ in range(count)]
+
+
+def decode(engine: Engine, num_rows: int, length: int) -> dict[str, float]:
+    """Median milliseconds of a step, once all sequences decode, and prompt tokens per second."""
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS + num_rows, ignore_eos=True)
+    prompts = prompts_of(num_rows, length, engine.vocab_size)
+    start = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    begun: set[str] = set()
+    while len(begun) < num_rows:
+        begun |= {update.request_id for update in engine.step() if update.token_ids}
+    prefilled = time.perf_counter()
+    stamps = []
+    for _ in range(OUTPUT_TOKENS):
+        engine.step()
+        stamps.append(time.perf_counter())
+    for i in range(num_rows):
+        engine.abort(str(i))
+    engine.synchronize()
+    engine.reset_prefix_cache()
+    return {
+        "step_ms": round(float(np.median(np.diff(stamps)[4:])) * 1e3, 3),
+        "prefill_tokens_per_s": round(num_rows * length / (prefilled - start)),
+    }
+
+
+def measure(model: Path, ranks: int, rows: list[int], length: int) -> dict[str, Any]:
+    blocks = max(rows) * (-(-(length + OUTPUT_TOKENS + max(rows)) // 32) + 1) + 8
+    start = time.perf_counter()
+    config = EngineConfig(tensor_parallel_size=ranks, num_gpu_blocks_override=blocks)
+    engine = make_engine(model, config)
+    found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1)}
+    for num_rows in rows:
+        found[f"{num_rows} x {length}"] = decode(engine, num_rows, length)
+    found["weights_and_pools_gb"] = round(mx.get_active_memory() / 1e9, 2)
+    found["foreign"] = dict(engine.stats().compilation.foreign)
+    return found
+
+
+# --- All measurements -----------------------------------------------------------------------------
+
+
+def measured(model: Path, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures in a new process; returns its results, or its failure."""
+    command = [sys.executable, __file__, "--measure", str(model), "--ranks", str(ranks)]
+    command += ["--rows", *map(str, options.rows), "--length", str(options.length)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    if ended.returncode or not lines:
+        return {"error": ended.stderr.strip()[-500:]}
+    result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return result
+
+
+def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+    for num_rows in options.rows:
+        workload = f"{num_rows} x {options.length}"
+        rows = []
+        for name, by_ranks in results.items():
+            steps = [by_ranks[str(n)].get(workload, {}).get("step_ms") for n in options.ranks]
+            alone = steps[0]
+            shown = ["-" if ms is None else f"{ms:.2f}" for ms in steps]
+            gains = ["-" if None in (ms, alone) else f"{alone / ms:.2f}" for ms in steps[1:]]
+            rows.append([name, *shown, *gains])
+        ranks = [f"{n} (ms)" for n in options.ranks]
+        gains = [f"gain on {n}" for n in options.ranks[1:]]
+        print_table([f"step of {workload}", *ranks, *gains], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS)[:3])
+    parser.add_argument("--bits", nargs="+", type=int, choices=(4, 16), default=[16, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--folder", type=Path, help="for the models' files")
+    parser.add_argument("--name", default="ranks", help="of the file of results")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure is not None:
+        found = measure(options.measure, options.ranks[0], options.rows, options.length)
+        print("RESULT", json.dumps(found), flush=True)
+        return
+    memory = Path("/dev/shm")
+    base = options.folder or (memory if memory.is_dir() else None)
+    results: dict[str, dict[str, Any]] = {}
+    for name in options.models:
+        for bits in options.bits:
+            with tempfile.TemporaryDirectory(dir=base) as folder:
+                model = write_model(Path(folder), name, bits)
+                key = f"{name}, {bits} bits"
+                results[key] = {str(n): measured(model, n, options) for n in options.ranks}
+            report(results, options)
+    found = {"environment": environment(), "length": options.length, "models": results}
+    print(save(options.name, found))
+
+
+if __name__ == "__main__":
+    main()

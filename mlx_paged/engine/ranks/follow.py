@@ -1,0 +1,132 @@
+"""Another rank than 0: does to its pools what rank 0 does to its own, until either ends."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.core import StepBatch, StepResult
+from mlx_paged.engine.build import prepare_model, resolve
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.input_tokens import KnownTokens, input_tokens
+from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.engine.loading import load
+from mlx_paged.engine.memory import limit_buffer_cache, limit_run_ahead
+from mlx_paged.engine.ranks.channel import Channel
+from mlx_paged.engine.ranks.messages import ALLOCATE, END, RESET, START, STEP, MessageError, step_of
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.model.sharding import shard
+
+# Seconds without a message after which a fault of the newest step is looked for.
+_QUIET = 1.0
+
+
+class FollowRunner(ModelRunner):
+    """Runs the model of each step, and gets the tokens that rank 0 has chosen."""
+
+    def __init__(self, *arguments: object, collective: mx.distributed.Group, **options: object):
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        self._collective = collective
+
+    @staticmethod
+    def read(launched: LaunchedStep) -> StepResult:
+        """Waits for a step; it has no results."""
+        ModelRunner.wait(launched)
+        return StepResult([[] for _ in launched.batch.seq_ids])
+
+    def _launch(
+        self,
+        batch: StepBatch,
+        previous: LaunchedStep | KnownTokens | None,
+        pools_before: list[mx.array],
+        features: mx.array | None,
+        bounds: np.ndarray | None,
+    ) -> LaunchedStep:
+        """Builds the graph that `ModelRunner` builds, because its collectives must be the same."""
+        self._copy_blocks(batch)
+        rows = self._step_rows(batch)
+        inputs = self._inputs(
+            batch, rows.context_lens, rows.query_lens, rows.wanted, None, rows.num_ordered
+        )
+        repetition = self.model.repetition_of(inputs)
+        num_more = repetition.num_rows - len(batch.token_ids)
+        tokens = input_tokens(batch, rows.begins, previous, num_more, stays=repetition.reads_once)
+        logits, pools, _, _ = self.model.run(tokens, inputs, repetition)
+        chosen = mx.zeros((rows.num_sampled,), dtype=mx.int32)
+        if rows.num_sampled:
+            # After the collectives of the model, as on rank 0.
+            [chosen] = mx.depends([chosen], [logits])
+            chosen = mx.distributed.all_sum(chosen, group=self._collective)
+        wanted = [logits] if len(rows.wanted) else []
+        mx.async_eval(*wanted, chosen, *pools)  # type: ignore[no-untyped-call]
+        return LaunchedStep(batch, chosen, pools[-1], chosen, pools_before)
+
+
+def follow(channel: Channel, collective: mx.distributed.Group) -> None:
+    """Follows rank 0 until it ends the channel.
+
+    Raises:
+        Exception: Anything that this rank failed with.
+    """
+    runner: FollowRunner | None = None
+    newest: LaunchedStep | None = None
+    while True:
+        if newest is not None and not channel.wait(_QUIET):
+            FollowRunner.wait(newest)  # raises if it failed
+        try:
+            message = channel.receive()
+        except EOFError:
+            return
+        if message.kind == END:
+            return
+        if message.kind == START:
+            runner = _runner(message.fields, collective)
+            continue
+        if runner is None:
+            raise MessageError(f"{message.kind!r} came before {START!r}")
+        if message.kind == STEP:
+            before, newest = newest, runner.launch(step_of(message), newest)
+            if before is not None:
+                FollowRunner.wait(before)
+        elif message.kind == RESET:
+            newest = None
+            runner.reset()
+        elif message.kind == ALLOCATE:
+            newest = None
+            specs = runner.model.layout.group_specs
+            counts = dict(zip(specs, message.columns["num_blocks"], strict=True))
+            runner.allocate(counts, int(message.fields["num_state_slots"]))
+            limit_buffer_cache(None, sum(pool.nbytes for pool in runner.model.pools()), 0)
+            limit_run_ahead(runner.model.platform)
+
+
+def start_fields(model: object, dtype: str, config: EngineConfig) -> dict[str, object]:
+    """The fields of the message that makes a `FollowRunner`: what decides about the model."""
+    names = (
+        *("block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "cpu_activations"),
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "typical_context_len"),
+        *("disable_hybrid_kv_cache_manager", "enforce_eager", "enable_prefix_caching"),
+        *("enable_chunked_prefill", "calibrate"),
+    )
+    options = {name: getattr(config, name) for name in names}
+    options["kv_cache_dtype_skip_layers"] = list(config.kv_cache_dtype_skip_layers)
+    path = None if model is None else str(model)
+    orders_all = config.speculative_config is not None
+    return {"model": path, "dtype": dtype, "options": options, "orders_all": orders_all}
+
+
+def _runner(fields: object, collective: mx.distributed.Group) -> FollowRunner:
+    assert isinstance(fields, dict)
+    model = load(
+        fields["model"],
+        dtype=fields["dtype"],
+        shard=lambda model, config: shard(model, config, collective),
+    )
+    config = resolve(model, EngineConfig(runner="generate", **fields["options"]))
+    paged, _, max_model_len = prepare_model(model, config)
+    return FollowRunner(
+        paged,
+        collective=collective,
+        windows=KVCacheConfig(paged.layout, config, max_model_len).windows,
+        orders_all=fields["orders_all"],
+    )

@@ -1,0 +1,255 @@
+"""Makes the ranks: starts processes on this machine, or joins those that `mlx.launch` started.
+
+On this machine, ranks talk over MLX's ring on loopback, or with NVIDIA GPUs over NCCL with one
+visible GPU each. Messages go through socket pairs that the processes inherit, so nobody else can
+connect. Under `mlx.launch`, they go over TCP: rank 0 listens where its host file says, and a
+collective tells the others the port and a secret, which each of them must send first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.engine.ranks.channel import Channel
+from mlx_paged.engine.ranks.life import Follower
+from mlx_paged.errors import EngineDeadError, InvalidParameterError
+from mlx_paged.platform import Platform
+
+_LOOPBACK = "127.0.0.1"
+_SECRET_BYTES = 32
+_GREETING = struct.Struct(f"<{_SECRET_BYTES}sIB")  # secret, rank, which of its connections
+_CHANNEL, _LIFE = 0, 1
+_TO_CONNECT = 60.0  # seconds
+_TO_GREET = 5.0
+# Seconds until TCP notices that a host is gone: idle, between probes; and probes.
+_KEEP_ALIVE = (2, 1, 3)
+_THREADS = "MLX_PAGED_NUM_THREADS"
+
+_is_joined = False  # MLX keeps a process's connections to other ranks until its end.
+
+
+def launched_rank() -> int | None:
+    """The rank of this process under `mlx.launch`; None if it was not started so."""
+    rank = os.environ.get("MLX_RANK", "")
+    return int(rank) if rank.isdecimal() else None
+
+
+def join(environment: Mapping[str, str], backend: str) -> mx.distributed.Group:
+    """Connects this process to the other ranks. Waits for them."""
+    global _is_joined
+    if _is_joined:
+        expected = "1 in a process that has had an engine of several ranks"
+        raise InvalidParameterError("tensor_parallel_size", expected, "more")
+    _is_joined = True
+    with _environment(environment):
+        return mx.distributed.init(strict=True, backend=backend)
+
+
+# --- Processes on this machine --------------------------------------------------------------------
+
+
+def start(size: int) -> tuple[list[Follower], dict[str, str], str]:
+    """Starts the other ranks on this machine.
+
+    Returns:
+        The other ranks; and the environment and the back end with which rank 0 must `join` them.
+
+    Raises:
+        InvalidParameterError: There are fewer NVIDIA GPUs.
+    """
+    platform = Platform.current()
+    common, backend = {}, "ring"
+    hosts: Path | None = None
+    if platform.has_cuda:
+        backend, devices = "nccl", _visible_gpus()
+        if len(devices) < size:
+            expected = f"at most {len(devices)}, the number of visible GPUs"
+            raise InvalidParameterError("tensor_parallel_size", expected, size)
+        [port] = _free_ports(1)
+        common = {"NCCL_HOST_IP": _LOOPBACK, "NCCL_PORT": str(port), "MLX_WORLD_SIZE": str(size)}
+    else:
+        hosts = _host_file(size)
+        common = {"MLX_HOSTFILE": str(hosts)}
+    if platform.on_cpu and _THREADS not in os.environ:
+        # Too late for this process if it has run kernels before.
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        os.environ[_THREADS] = str(max(1, cores // size))
+    followers = []
+    for rank in range(1, size):
+        own = {**common, "MLX_RANK": str(rank)}
+        if platform.has_cuda:
+            own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+        followers.append(_start_one(rank, own, backend))
+    return followers, {**common, "MLX_RANK": "0"}, backend
+
+
+def _start_one(rank: int, environment: Mapping[str, str], backend: str) -> Follower:
+    channel, theirs = socket.socketpair()
+    life, their_life = socket.socketpair()
+    with theirs, their_life:
+        numbers = [str(s.fileno()) for s in (theirs, their_life)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_paged.engine.ranks.process", *numbers, backend],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                **environment,
+            },
+            pass_fds=(theirs.fileno(), their_life.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # What rank 0 prints is an answer.
+            process_group=0,  # Ctrl-C is for rank 0, which may let requests finish.
+        )
+    return Follower(rank, Channel(channel), life, process)
+
+
+def _visible_gpus() -> list[str]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name.strip()]
+    return [str(i) for i in range(mx.device_count(mx.gpu))]
+
+
+def _host_file(size: int) -> Path:
+    """Writes the ring's addresses on loopback. The file is removed by `remove_host_file`."""
+    handle, name = tempfile.mkstemp(prefix="mlx-paged-ranks-", suffix=".json")
+    with os.fdopen(handle, "w") as file:
+        json.dump([[f"{_LOOPBACK}:{port}"] for port in _free_ports(size)], file)
+    return Path(name)
+
+
+def remove_host_file(environment: Mapping[str, str]) -> None:
+    """Removes the file of `start`, once all ranks have joined."""
+    if "MLX_HOSTFILE" in environment:
+        Path(environment["MLX_HOSTFILE"]).unlink(missing_ok=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((_LOOPBACK, 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# --- Processes that `mlx.launch` started ----------------------------------------------------------
+
+
+def accept(group: mx.distributed.Group) -> list[Follower]:
+    """On rank 0: takes the connections of the other ranks.
+
+    Raises:
+        EngineDeadError: Not all of them came.
+    """
+    size, secret = group.size(), secrets.token_bytes(_SECRET_BYTES)
+    address = _address_of_rank_0(os.environ)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    found: dict[tuple[int, int], socket.socket] = {}
+    with socket.create_server((address, 0), family=family, backlog=2 * size) as server:
+        _shared(group, struct.pack("<H", server.getsockname()[1]) + secret)
+        deadline = time.monotonic() + _TO_CONNECT
+        while len(found) < 2 * (size - 1):
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                sock, _ = server.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, size)) - {rank for rank, _ in found})
+                raise EngineDeadError(f"ranks {missing} of {size} did not connect") from None
+            key = greeted(sock, secret, size)
+            if key is None or key in found:
+                sock.close()  # Somebody else's.
+            else:
+                found[key] = sock
+    return [
+        Follower(rank, Channel(found[rank, _CHANNEL]), found[rank, _LIFE])
+        for rank in range(1, size)
+    ]
+
+
+def connect(group: mx.distributed.Group) -> tuple[Channel, socket.socket]:
+    """On another rank: connects to rank 0; returns the channel and the socket of its life."""
+    told = _shared(group, bytes(2 + _SECRET_BYTES))
+    [port], secret = struct.unpack("<H", told[:2]), told[2:]
+    address = _address_of_rank_0(os.environ)
+    sockets = []
+    for which in (_CHANNEL, _LIFE):
+        sock = socket.create_connection((address, port), timeout=_TO_CONNECT)
+        sock.sendall(_GREETING.pack(secret, group.rank(), which))
+        sock.settimeout(None)
+        _keep_alive(sock)
+        sockets.append(sock)
+    return Channel(sockets[0]), sockets[1]
+
+
+def _shared(group: mx.distributed.Group, data: bytes) -> bytes:
+    """Returns rank 0's bytes on every rank; the others give zeros."""
+    own = mx.array(np.frombuffer(data, dtype=np.uint8).astype(np.int32))
+    return np.array(mx.distributed.all_sum(own, group=group)).astype(np.uint8).tobytes()
+
+
+def _address_of_rank_0(environment: Mapping[str, str]) -> str:
+    """The address that the ranks' own back end uses for rank 0."""
+    if "MLX_HOSTFILE" in environment:
+        first = json.loads(Path(environment["MLX_HOSTFILE"]).read_text())[0][0]
+        return str(first).rpartition(":")[0].strip("[]")
+    coordinator = environment.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
+    return environment.get("NCCL_HOST_IP") or coordinator or _LOOPBACK
+
+
+def greeted(sock: socket.socket, secret: bytes, size: int) -> tuple[int, int] | None:
+    """Reads a connection's greeting; returns its rank and kind, or None if it is no rank's."""
+    sock.settimeout(_TO_GREET)
+    data = b""
+    try:
+        while len(data) < _GREETING.size:
+            got = sock.recv(_GREETING.size - len(data))
+            if not got:
+                return None
+            data += got
+    except OSError:
+        return None
+    given, rank, which = _GREETING.unpack(data)
+    if not hmac.compare_digest(given, secret) or not 0 < rank < size or which > _LIFE:
+        return None
+    sock.settimeout(None)
+    _keep_alive(sock)
+    return rank, which
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+    for name, value in zip((idle, "TCP_KEEPINTVL", "TCP_KEEPCNT"), _KEEP_ALIVE):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

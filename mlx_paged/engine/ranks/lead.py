@@ -1,0 +1,141 @@
+"""Rank 0: `LeadRunner` and `RanksExecutor`, which run every step on all ranks.
+
+Whatever rank 0 does to its pools, the others do to theirs, in the same order: allocating them,
+steps of the warm-up and of measurements, and the steps of requests. Rank 0 alone chooses tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.core import StepBatch, StepResult
+from mlx_paged.engine.executor import InProcessExecutor
+from mlx_paged.engine.input_tokens import KnownTokens
+from mlx_paged.engine.ranks.life import Group
+from mlx_paged.engine.ranks.messages import ALLOCATE, RESET, Message, step_message
+from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.model.layout import KVCacheGroupSpec
+
+#: Seconds between two looks of an idle engine at whether its other ranks live.
+CHECK_SECONDS = 1.0
+
+
+class Ranks(NamedTuple):
+    """The ranks of an engine, on rank 0.
+
+    Attributes:
+        group: Ends all of them when one ends.
+        collective: MLX's group of the same ranks.
+    """
+
+    group: Group
+    collective: mx.distributed.Group
+
+
+class LeadRunner(ModelRunner):
+    """A `ModelRunner` on rank 0, which every other rank follows.
+
+    Args:
+        ranks: The others have their runners ready.
+        options: See `ModelRunner`.
+    """
+
+    def __init__(self, *arguments: Any, ranks: Ranks, **options: Any) -> None:
+        self._group, self._collective = ranks.group, ranks.collective
+        super().__init__(*arguments, **options)
+        self.share_tokens = self._share
+
+    def allocate(
+        self, num_blocks: int | Mapping[KVCacheGroupSpec, int], num_state_slots: int = 0
+    ) -> None:
+        """See `ModelRunner`."""
+        counts = [
+            num_blocks if isinstance(num_blocks, int) else num_blocks[group_spec]
+            for group_spec in self.model.layout.group_specs
+        ]
+        fields = {"num_state_slots": num_state_slots}
+        message = Message(ALLOCATE, fields, {"num_blocks": array("q", counts)})
+        self._group.send(message.encode())
+        super().allocate(num_blocks, num_state_slots)
+
+    def launch(
+        self,
+        batch: StepBatch,
+        previous: LaunchedStep | KnownTokens | None,
+        features: mx.array | None = None,
+        bounds: np.ndarray | None = None,
+    ) -> LaunchedStep:
+        """See `ModelRunner`."""
+        self._group.send(step_message(batch).encode())
+        return super().launch(batch, previous, features, bounds)
+
+    def reset(self) -> None:
+        """See `ModelRunner`."""
+        self._group.send(Message(RESET).encode())
+        super().reset()
+
+    def _share(self, tokens: mx.array) -> mx.array:
+        """Gives the chosen tokens ``[num_sampled]`` to the other ranks, whose next step may begin
+        with them."""
+        return mx.distributed.all_sum(tokens, group=self._collective)
+
+
+class RanksExecutor(InProcessExecutor):
+    """Runs batches on all ranks. A fault of any rank ends all of them.
+
+    A step that failed is not run again in parts, as other ranks may wait in its collectives.
+
+    Args:
+        runner: A `LeadRunner`.
+    """
+
+    def __init__(self, runner: ModelRunner, ranks: Ranks, *, times_prompts: bool = False) -> None:
+        super().__init__(runner, times_prompts=times_prompts)
+        self._group = ranks.group
+        self._is_launching = False
+
+    def check(self) -> None:
+        """See `Executor`."""
+        self._group.check()
+
+    def launch(self, batch: StepBatch) -> None:
+        """See `Executor`.
+
+        Raises:
+            EngineDeadError: A rank has ended.
+        """
+        self.check()
+        self._is_launching = True
+        with self._group.operation():
+            super().launch(batch)
+        self._is_launching = False
+
+    def read(self) -> StepResult:
+        """See `Executor`.
+
+        Raises:
+            EngineDeadError: A rank has ended.
+        """
+        with self._group.operation():
+            return super().read()
+
+    def reset(self) -> None:
+        """See `Executor`.
+
+        Raises:
+            EngineDeadError: A rank has ended, or an exception from outside (Ctrl-C) came while a
+                step was launched, so that it may run on some ranks only.
+        """
+        if self._is_launching:
+            raise self._group.failed(RuntimeError("interrupted while it launched a step"))
+        with self._group.operation():
+            super().reset()
+
+    def _note(self, error: Exception, num_rows: int) -> None:
+        self.num_faults += 1
+        raise self._group.failed(error) from error

@@ -1,0 +1,207 @@
+"""The messages from rank 0 to the others, as bytes.
+
+A message is a kind, a few JSON fields, and columns of numbers. A step's message has only what
+decides about a model's forward: where tokens are chosen, the other ranks get them from rank 0 by a
+collective. Decoding trusts nothing: every length is checked before it is used.
+
+    header length (uint32) | header (JSON) | columns, one after another
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from mlx_paged.core import BlockCopy, StateMove, StepBatch, StepTable
+from mlx_paged.core.kv.tree import TOKEN_TYPE
+from mlx_paged.errors import MlxPagedError
+
+_LENGTH = struct.Struct("<I")
+_MAX_HEADER = 1 << 20
+_TYPES = ("b", "i", "q", TOKEN_TYPE)  # of columns: int8, int32, int64, uint32
+
+STEP, ALLOCATE, RESET, START, END = "step", "allocate", "reset", "start", "end"
+KINDS = (STEP, ALLOCATE, RESET, START, END)
+
+
+class MessageError(MlxPagedError, ValueError):
+    """Bytes that are no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message.
+
+    Attributes:
+        kind: One of `KINDS`.
+        fields: Values that JSON can represent.
+        columns: Arrays of numbers, by name.
+    """
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, array[int]] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The message as bytes."""
+        shapes = {name: [a.typecode, len(a)] for name, a in self.columns.items()}
+        fields = {"kind": self.kind, "fields": self.fields, "columns": shapes}
+        header = json.dumps(fields, separators=(",", ":")).encode()
+        parts = (a.tobytes() for a in self.columns.values())
+        return b"".join((_LENGTH.pack(len(header)), header, *parts))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Message:
+        """Reads a message.
+
+        Raises:
+            MessageError: These bytes are none.
+        """
+        view = memoryview(data)
+        try:
+            [length] = _LENGTH.unpack_from(view)
+            at = _LENGTH.size + length
+            if length > _MAX_HEADER or at > len(view):
+                raise MessageError(f"a message of {len(view)} bytes has a header of {length}")
+            header = json.loads(bytes(view[_LENGTH.size : at]))
+            kind, fields, shapes = header["kind"], header["fields"], header["columns"]
+            if kind not in KINDS or not isinstance(fields, dict):
+                raise MessageError(f"unknown message {kind!r}")
+            columns: dict[str, array[int]] = {}
+            for name, (typecode, count) in shapes.items():
+                if typecode not in _TYPES or not isinstance(count, int):
+                    raise MessageError(f"column {name!r} has {count!r} values of type {typecode!r}")
+                column = array(typecode)
+                end = at + count * column.itemsize
+                if not at <= end <= len(view):
+                    raise MessageError(f"column {name!r} ends at byte {end} of {len(view)}")
+                column.frombytes(view[at:end])
+                columns[name], at = column, end
+        except (AttributeError, KeyError, TypeError, ValueError, struct.error) as error:
+            if isinstance(error, MessageError):
+                raise
+            raise MessageError(f"not a message: {error}") from error
+        if at != len(view):
+            raise MessageError(f"{len(view) - at} bytes follow a message")
+        return cls(kind, fields, columns)
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+def step_message(batch: StepBatch) -> Message:
+    """Returns the message of a step: without its sampling, its adapters and its media."""
+    tables = list(chain.from_iterable(batch.tables))
+    copies = list(chain.from_iterable(batch.block_copies))
+    columns = {
+        "seq_ids": array("q", batch.seq_ids),
+        "token_ids": batch.token_ids,
+        "starts": batch.starts,
+        "query_lens": batch.query_lens,
+        "samples": array("b", batch.samples),
+        "input_from": batch.input_from,
+        "num_drafts": batch.num_drafts,
+        "table_lens": array("i", [len(table.blocks) for table in tables]),
+        "dirty_from": array("i", [table.dirty_from for table in tables]),
+        "blocks": array("i", chain.from_iterable(table.blocks for table in tables)),
+        "slots": array("i", chain.from_iterable(batch.slots)),
+        "copy_lens": array("i", map(len, batch.block_copies)),
+        "copies": array("i", chain.from_iterable(copies)),
+        "targets": array("i", _pairs_of(batch.prompt_targets)),
+    }
+    return Message(STEP, {"step": batch.step, "is_decode": batch.is_decode}, columns)
+
+
+class ReportedRows(NamedTuple):
+    """Stands for `PromptTargets` on a rank that reports nothing: only their number matters."""
+
+    token_ids: range
+
+
+def _pairs_of(targets: Iterable[tuple[int, Any]]) -> Iterable[int]:
+    return chain.from_iterable((index, len(each.token_ids)) for index, each in targets)
+
+
+def step_of(message: Message) -> StepBatch:
+    """Returns the step of a message.
+
+    Raises:
+        MessageError: Its columns do not belong together.
+    """
+    columns = message.columns
+    try:
+        count = len(columns["seq_ids"])
+        lengths = {
+            len(columns[name])
+            for name in ("starts", "query_lens", "samples", "input_from", "num_drafts")
+        }
+        if lengths != {count} or sum(columns["query_lens"]) != len(columns["token_ids"]):
+            raise MessageError(f"a step of {count} sequences has columns of other lengths")
+        tables = _tables_of(columns)
+        num_groups, rest = divmod(len(tables), count) if count else (0, len(tables))
+        slots = _pairs(columns["slots"])
+        if rest or len(slots) not in (0, count):
+            raise MessageError(f"a step of {count} sequences has {len(tables)} tables")
+        targets = _pairs(columns["targets"])
+        if any(not 0 <= index < count or length < 0 for index, length in targets):
+            raise MessageError(f"a step of {count} sequences reports on others")
+        return StepBatch(
+            step=int(message.fields["step"]),
+            seq_ids=list(columns["seq_ids"]),
+            token_ids=columns["token_ids"],
+            starts=columns["starts"],
+            query_lens=columns["query_lens"],
+            samples=[value != 0 for value in columns["samples"]],
+            is_decode=message.fields["is_decode"] is True,
+            input_from=columns["input_from"],
+            num_drafts=columns["num_drafts"],
+            adapter_ids=array("i", bytes(4 * count)),
+            tables=[
+                tuple(tables[i : i + num_groups]) for i in range(0, len(tables), num_groups or 1)
+            ],
+            slots=[StateMove(*pair) for pair in slots],
+            block_copies=_copies_of(columns),
+            prompt_targets=[(i, ReportedRows(range(n))) for i, n in targets],
+        )
+    except MessageError:
+        raise
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise MessageError(f"a step without {error}") from error
+
+
+def _tables_of(columns: Mapping[str, array[int]]) -> list[StepTable]:
+    lengths, dirty, blocks = (columns[name] for name in ("table_lens", "dirty_from", "blocks"))
+    _check_parts("blocks", lengths, len(blocks))
+    if len(dirty) != len(lengths):
+        raise MessageError(f"{len(lengths)} tables have {len(dirty)} marks")
+    tables, at = [], 0
+    for length, first in zip(lengths, dirty):
+        tables.append(StepTable(tuple(blocks[at : at + length]), first))
+        at += length
+    return tables
+
+
+def _copies_of(columns: Mapping[str, array[int]]) -> tuple[tuple[BlockCopy, ...], ...]:
+    copies = [BlockCopy(*pair) for pair in _pairs(columns["copies"])]
+    _check_parts("copies", columns["copy_lens"], len(copies))
+    groups, at = [], 0
+    for length in columns["copy_lens"]:
+        groups.append(tuple(copies[at : at + length]))
+        at += length
+    return tuple(groups)
+
+
+def _check_parts(name: str, lengths: Sequence[int], total: int) -> None:
+    if min(lengths, default=0) < 0 or sum(lengths) != total:
+        raise MessageError(f"{total} {name} are divided into {sum(lengths)}")
+
+
+def _pairs(column: array[int]) -> list[tuple[int, int]]:
+    if len(column) % 2:
+        raise MessageError(f"a column of pairs has {len(column)} values")
+    return list(zip(column[::2], column[1::2]))

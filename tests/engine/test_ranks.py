@@ -1,0 +1,254 @@
+"""Several ranks on one machine, over MLX's ring on loopback: same tokens as one, and one end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import embedded, save_tiny, tiny_config
+from support.ports import free_ports
+from support.rank_driver import answers
+
+from mlx_paged import LLM
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.ranks.start import make_engine
+from mlx_paged.errors import InvalidParameterError
+
+TESTS = Path(__file__).parents[1]
+# The promise for the end of all ranks, and what a busy machine may need to notice it.
+SECONDS_TO_END = 10
+OPTIONS: dict[str, Any] = {
+    "num_gpu_blocks_override": 26,
+    "block_size": 8,
+    "max_num_batched_tokens": 48,
+    "max_num_seqs": 6,
+}
+QUANTIZED = {
+    **OPTIONS,
+    "kv_cache_dtype": "int8",
+    "speculative_config": {"method": "suffix", "adaptive": False},
+}
+
+
+class Driver:
+    """Rank 0 in a process, see `support.rank_driver`."""
+
+    def __init__(self, model: Path, options: dict[str, Any], **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(TESTS / "support" / "rank_driver.py"),
+                json.dumps({"model": str(model), "options": options}),
+            ],
+            env={
+                **os.environ,
+                "MLX_PAGED_NUM_THREADS": "1",
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), *sys.path])),
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.pids: list[int] = []
+        self.answers: dict[str, Any] = {}
+
+    def start(self) -> Driver:
+        """Waits for the answers of the workload."""
+        self.pids = self._result("PIDS")
+        self.answers = self._result("ANSWERS")
+        return self
+
+    def _result(self, name: str) -> Any:
+        for line in self._lines():
+            if line.startswith(name):
+                return json.loads(line.removeprefix(name))
+        raise AssertionError(self.errors())
+
+    def _lines(self) -> Iterator[str]:
+        assert self.process.stdout is not None
+        return iter(self.process.stdout.readline, "")
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
+    def generate(self) -> None:
+        """Waits until it generates without an end."""
+        self.say("generate")
+        assert next(line for line in self._lines() if line.strip() == "RUNS")
+
+    def errors(self) -> str:
+        return self.process.communicate(timeout=SECONDS_TO_END)[1]
+
+
+def wait_for_end(pids: list[int]) -> None:
+    """Waits until processes are gone that are no children of this one."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"{alive} are left"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    # A process without a parent that waits for it stays as a zombie in some containers.
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture(scope="module")
+def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("ranks") / "model", num_key_value_heads=1)
+
+
+def saved(path: Path, **fields: Any) -> Path:
+    vocab_size = embedded().config["vocab_size"]
+    save_tiny(path, tiny_config("llama", vocab_size=vocab_size, num_hidden_layers=2, **fields))
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(model: Path) -> Iterator[Driver]:
+    """An engine of two ranks."""
+    with started(model, {**OPTIONS, "tensor_parallel_size": 2}) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def other(one_head: Path) -> Iterator[Driver]:
+    """Another one, whose ranks outnumber the KV heads, in processes like those of `mlx.launch`."""
+    options = {**QUANTIZED, "tensor_parallel_size": 2}
+    hosts = one_head.parent / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    follower = Driver(one_head, options, MLX_RANK="1", MLX_HOSTFILE=str(hosts))
+    try:
+        with started(one_head, options, MLX_RANK="0", MLX_HOSTFILE=str(hosts)) as driver:
+            assert driver.pids == [], "it started no other"
+            driver.pids = [follower.process.pid]
+            yield driver
+    finally:
+        follower.process.kill()
+        follower.process.communicate()
+
+
+@contextlib.contextmanager
+def started(model: Path, options: dict[str, Any], **environment: str) -> Iterator[Driver]:
+    driver = Driver(model, options, **environment)
+    try:
+        yield driver.start()
+    finally:
+        driver.process.kill()
+        driver.process.wait()
+
+
+def alone(model: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The answers of one rank."""
+    found = answers(make_engine(model, EngineConfig(**options)))
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_two_ranks_give_the_tokens_of_one(model: Path, two: Driver) -> None:
+    """Greedy and sampled, with shared prefixes, preemption, an abort, a grammar and reports.
+
+    In float32 with random weights no two tokens are so close that the order of a sum decides.
+    """
+    wanted = alone(model, OPTIONS)
+    found = two.answers
+    assert wanted["preemptions"] > 0 and wanted["hits"] > 0
+    for name in ("tokens", "finish_reasons", "preemptions", "hits"):
+        assert found[name] == wanted[name], name
+    assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
+    assert found["num_kv_heads"] * 2 == wanted["num_kv_heads"]
+    assert found["foreign"] == {}, "steps are whole programs, their collectives included"
+
+
+def test_drafts_and_quantized_keys_on_more_ranks_than_kv_heads(
+    one_head: Path, other: Driver
+) -> None:
+    """One KV head on both ranks, with drafts, and with keys and values in 8 bits."""
+    check_quantized(one_head, other.answers)
+
+
+@pytest.mark.long
+def test_four_ranks(model: Path) -> None:
+    """The same with two KV heads on four ranks. None outlives a killed rank 0."""
+    with started(model, {**QUANTIZED, "tensor_parallel_size": 4}) as driver:
+        check_quantized(model, driver.answers)
+        driver.generate()
+        assert len(driver.pids) == 3 and all(map(is_alive, driver.pids))
+        driver.process.kill()
+        wait_for_end(driver.pids)
+
+
+def check_quantized(model: Path, found: dict[str, Any]) -> None:
+    wanted = alone(model, QUANTIZED)
+    assert wanted["accepted"] > 0
+    for name in ("tokens", "finish_reasons", "accepted"):
+        assert found[name] == wanted[name], name
+    assert found["num_kv_heads"] == 1
+
+
+def test_a_killed_rank_ends_all_with_the_reason(two: Driver) -> None:
+    two.generate()
+    os.kill(two.pids[0], signal.SIGKILL)
+    killed = time.monotonic()
+    assert two.process.wait(2 * SECONDS_TO_END) != 0
+    assert time.monotonic() - killed < SECONDS_TO_END
+    assert "rank 1 of 2 was ended by SIGKILL" in two.errors()
+    wait_for_end(two.pids)
+
+
+def test_no_rank_outlives_a_killed_rank_0(other: Driver) -> None:
+    other.generate()
+    assert all(map(is_alive, other.pids))
+    other.process.kill()
+    wait_for_end(other.pids)
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+def test_what_does_not_run_on_several_ranks_is_refused_by_name() -> None:
+    for name, value, expected in (
+        ("runner", "pooling", "'generate'"),
+        ("kv_offloading_size", 1.0, "None"),
+        ("enable_lora", True, "False"),
+        ("adapter_path", "somewhere", "None"),
+        ("speculative_config", {"method": "mtp"}, "a method other than eagle3, mtp, dflash"),
+    ):
+        with pytest.raises(InvalidParameterError) as caught:
+            EngineConfig(tensor_parallel_size=2, **{name: value})
+        assert caught.value.field == name
+        assert str(caught.value).startswith(
+            f"{name} must be {expected} where tensor_parallel_size is above 1"
+        )
+        EngineConfig(**{name: value})
+    for name, value in (("tensor_parallel_size", 0), ("pipeline_parallel_size", 2)):
+        with pytest.raises(InvalidParameterError, match=f"^{name} must be"):
+            EngineConfig(**{name: value})
+
+
+def test_a_loaded_model_cannot_be_divided() -> None:
+    with pytest.raises(InvalidParameterError, match="1 for a model that is loaded already"):
+        LLM(embedded(), tensor_parallel_size=2)

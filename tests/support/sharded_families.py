@@ -1,0 +1,65 @@
+"""One of two ranks that compares sharded families with whole ones; MLX_RANK says which.
+
+``python sharded_families.py '["qwen2", "qwen3_moe 4 bit"]'`` prints a line with the difference of
+each family's logits, or why it was refused, and the operations that MLX runs between phases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.utils import quantize_model
+
+from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.sharding import shard
+from mlx_paged.model.wrap import convert_to_paged
+from support.family_configs import VOCAB_SIZE, config_of
+from support.metal_stand_ins import standing_in
+from support.parity import Driver, family_model, relative_difference
+
+#: Sizes that two ranks can divide where config_of's cannot be, and that quantize in groups of 32.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+
+
+def config_for(family: str) -> tuple[dict[str, Any], bool]:
+    """A family's config, and whether its weights are quantized: "llama", "llama 4 bit"."""
+    name, _, quantized = family.partition(" ")
+    config = config_of(name)
+    if quantized:
+        config |= {key: size for key, size in WIDE.items() if key in config}
+    return config, bool(quantized)
+
+
+def compared(family: str, group: mx.distributed.Group) -> dict[str, Any]:
+    with standing_in(family.partition(" ")[0]):
+        return _compared(family, group)
+
+
+def _compared(family: str, group: mx.distributed.Group) -> dict[str, Any]:
+    config, is_quantized = config_for(family)
+    whole, part = family_model(config), family_model(config)
+    if is_quantized:
+        whole, part = (quantize_model(m, config, bits=4, group_size=32)[0] for m in (whole, part))
+    try:
+        shard(part, config, group)
+    except UnsupportedModelError as error:
+        return {"refused": str(error)}
+    paged = convert_to_paged(part, family, block_size=8)
+    difference = max(relative_difference(whole, Driver(paged), VOCAB_SIZE).values())
+    return {"difference": difference, "foreign": dict(paged.compilation.foreign)}
+
+
+def main() -> None:
+    group = mx.distributed.init(strict=True, backend="ring")
+    found = {family: compared(family, group) for family in json.loads(sys.argv[1])}
+    print("RESULT", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
