@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.interpreters import python_path
 
 from mlx_paged.child_jobs import Outcome, run_in_child
 
@@ -49,7 +50,7 @@ if __name__ == "__main__":
 @pytest.fixture(autouse=True)
 def _module(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / f"{MODULE}.py").write_text(SOURCE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
 
 
 def run(*names: str, per_job: float = 60.0, **options: Any) -> dict[str, Outcome]:

@@ -1,4 +1,4 @@
-"""Interpreters that tests start do not import torch, whether it is installed or not."""
+"""Interpreters that tests start do not import torch, and get transformers' table of its modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,29 @@ import subprocess
 import sys
 
 
+def output_of(code: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_a_child_does_not_see_torch() -> None:
     code = "import sys, mlx_lm; print(sys.modules.get('torch', 'not hidden'))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["None"]
+    assert output_of(code).split() == ["None"]
+
+
+TABLE = """
+import sys, transformers
+from transformers.utils import import_utils
+print(f"ours: {import_utils.define_import_structure.__module__ == 'child_start'}")
+for module in (transformers, transformers.models):
+    names = {name: at for name, at in module._class_to_module.items()}
+    print(sorted(names.items()), sorted(module._modules))
+"""
+
+
+def test_the_table_of_transformers_is_the_one_it_makes() -> None:
+    theirs = f"import sys; sys.meta_path.pop(0){TABLE}"
+    expected = output_of(theirs).splitlines()
+    for _ in range(2):  # the first may make the file
+        assert output_of(TABLE).splitlines() == ["ours: True", *expected[1:]]
+    assert expected[0] == "ours: False" and "LlamaConfig" in expected[1]

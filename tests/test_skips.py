@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from support import programs
+from support.interpreters import python_path
 
 
 def test_missing_programs_are_summed_up_in_one_line() -> None:
@@ -30,7 +31,7 @@ def test_the_line_is_printed_at_the_end_of_a_run(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
     tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tests), str(tests.parent)))}
+    environment = {**os.environ, "PYTHONPATH": python_path(tests, tests.parent)}
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )

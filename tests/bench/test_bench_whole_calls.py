@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.interpreters import python_path
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 # The smallest workload of each kind.
@@ -27,7 +28,7 @@ print(json.dumps([parts, nothing, type(quantized.model.layers[0].mlp.up_proj).__
 def test_every_kind_of_part_gives_its_figures() -> None:
     run = subprocess.run(
         [sys.executable, "-c", RUN],
-        env={**os.environ, "PYTHONPATH": str(BENCH)},
+        env={**os.environ, "PYTHONPATH": python_path(BENCH)},
         capture_output=True,
         text=True,
         check=False,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from support.interpreters import python_path
 from support.planted_kernels import VARIABLE
 
 from mlx_paged import kernels
@@ -37,7 +38,7 @@ def _child(monkeypatch, tmp_path) -> Iterator[None]:
     monkeypatch.setattr(cases, "PIECE_TOKENS", (0, 768))
     monkeypatch.setattr(calibration, "SECONDS", 300.0)
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 60.0)
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}{os.pathsep}{TESTS}")
+    monkeypatch.setenv("PYTHONPATH", python_path(TESTS.parent, TESTS))
     yield
     Verdicts().apply()
     kernels.reject_kernels(())

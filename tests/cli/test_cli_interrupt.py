@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.interpreters import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Interrupts the program where a module is first imported.
@@ -89,7 +89,7 @@ def test_while_the_program_starts(how: str, place: str, tmp_path: Path, monkeypa
         done = run(tmp_path, INTERRUPT + SCRIPT, "--help")
     else:
         (tmp_path / "sitecustomize.py").write_text(INTERRUPT)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
         done = execute("-m", "mlx_paged", "--help")
     assert done.returncode == 130, done.stderr
     assert done.stderr == "mlx-paged: interrupted\n" and done.stdout == ""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.interpreters import python_path
 from support.openai_stub import StubServer
 from support.tmux import PROGRAM, Terminal, home, needs_tmux, terminal
 
@@ -209,7 +210,7 @@ def test_without_its_extra_a_chat_says_what_to_install(tmp_path) -> None:
     stand_in.mkdir()
     error = "raise ModuleNotFoundError('no', name='prompt_toolkit')\n"
     (stand_in / "__init__.py").write_text(error)
-    environment = {**home(tmp_path), "PYTHONPATH": str(tmp_path)}
+    environment = {**home(tmp_path), "PYTHONPATH": python_path(tmp_path)}
     with terminal(*PROGRAM, "chat", environment=environment, width=120) as pane:
         screen = pane.wait_for("status=1")
     assert "not installed (prompt_toolkit): pip install 'mlx-paged[chat]'" in screen

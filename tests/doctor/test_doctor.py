@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from support import doctor_machines as machines
 from support.doctor_helpers import SOFTWARE, answers, examined, runner, with_software
+from support.interpreters import python_path, write_site
 
 from mlx_paged import _build
 from mlx_paged.doctor import report, software, terminal
@@ -29,8 +30,8 @@ def doctor(*options: str, site: str | None = None, tmp: Path | None = None, **en
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MLX_PAGED_")}
     if site is not None:
         assert tmp is not None
-        (tmp / "sitecustomize.py").write_text(site)
-        inherited["PYTHONPATH"] = os.pathsep.join([str(tmp), str(ROOT)])
+        write_site(tmp, site)
+        inherited["PYTHONPATH"] = python_path(tmp, ROOT)
     return subprocess.run(
         [sys.executable, "-m", "mlx_paged.cli.main", "doctor", *options],
         env={**inherited, **env},
@@ -176,13 +177,14 @@ def test_the_blas_switched_off() -> None:
 
 
 def test_no_command_line_is_needed_and_mlx_may_be_imported_first(tmp_path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
+    write_site(
+        tmp_path,
         "import sys\nfor name in ('typer', 'rich', 'click'): sys.modules[name] = None\n"
-        "import mlx.core\n"
+        "import mlx.core\n",
     )
     run = subprocess.run(
         [sys.executable, "-m", "mlx_paged.doctor"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": python_path(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

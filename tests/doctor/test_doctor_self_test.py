@@ -9,6 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from support.interpreters import python_path, write_site
 from support.reference import ON_GPU
 
 from mlx_paged import extension, ops
@@ -134,8 +135,8 @@ if any("doctor.jobs" in word for word in getattr(sys, "orig_argv", [])):
 
 def plant(tmp_path: Path, monkeypatch, fault: str) -> None:
     """Every child's `rope` has this fault."""
-    (tmp_path / "sitecustomize.py").write_text(PLANTED.format(fault))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    write_site(tmp_path, PLANTED.format(fault))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path, ROOT))
 
 
 def test_a_crash_is_blamed_on_its_job_and_the_rest_still_runs(tmp_path, monkeypatch) -> None:
@@ -163,7 +164,7 @@ def test_a_hang_is_ended_and_named(tmp_path, monkeypatch) -> None:
 
 def test_a_child_that_hangs_before_its_first_job_is_ended(tmp_path, monkeypatch) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     [outcome] = jobs.run_in_child(["mlx"], seconds_per_job=0.5).values()
     assert outcome.error == "Crash: no answer within 0 s"
 
@@ -176,7 +177,7 @@ def test_a_child_that_cannot_start_is_an_outcome(monkeypatch) -> None:
 
 def test_what_a_job_prints_does_not_disturb(tmp_path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import atexit\nprint('[\"noise\"]', flush=True)\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": python_path(tmp_path)}
     code = "from mlx_paged.doctor import jobs; print(jobs.run_in_child(['mlx']))"
     run = subprocess.run(
         [sys.executable, "-c", code],

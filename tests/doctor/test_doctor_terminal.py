@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from support.interpreters import python_path, write_site
 from support.tmux import PROGRAM, home, needs_tmux, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +31,15 @@ def test_what_a_healthy_installation_shows(tmp_path: Path, width: int) -> None:
 
 
 def test_a_wrong_kernel_is_shown_with_its_remedy(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
+    write_site(
+        tmp_path,
         "import sys\n"
         "if any('doctor.jobs' in w for w in getattr(sys, 'orig_argv', [])):\n"
         "    import mlx_paged.ops as ops\n"
         "    right = ops.silu_mul\n"
-        "    ops.silu_mul = lambda *a, **k: right(*a, **k) * 2\n"
+        "    ops.silu_mul = lambda *a, **k: right(*a, **k) * 2\n",
     )
-    environment = {**home(tmp_path), "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment = {**home(tmp_path), "PYTHONPATH": python_path(tmp_path, ROOT)}
     with terminal(*PROGRAM, "doctor", environment=environment, width=100, height=50) as pane:
         screen = pane.wait_for("status=")
     assert "status=1" in screen, screen

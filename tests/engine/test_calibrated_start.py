@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 
 import pytest
+from support.interpreters import python_path
 from support.planted_kernels import MLX, VARIABLE, simulated_with_faults
 from support.simulated import launches, needs_simulator, sim_ext
 
@@ -41,7 +41,7 @@ def _on_a_mac(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(calibration, "SECONDS", 300.0)
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}{os.pathsep}{TESTS}")
+    monkeypatch.setenv("PYTHONPATH", python_path(TESTS.parent, TESTS))
     sim_ext.forget_attention_layers()
 
 

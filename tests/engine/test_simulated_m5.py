@@ -4,12 +4,12 @@ long prompt runs through them, and the tokens are the same as without."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from support.interpreters import python_path
 from support.models import embedded, save_tiny, tiny_config, tiny_model
 from support.planted_kernels import MLX, TENSOR_UNITS, VARIABLE, simulated_with_faults
 from support.simulated import launches, needs_simulator, sim_ext
@@ -62,7 +62,7 @@ def test_long_prompts_run_on_tensor_units(monkeypatch, tmp_path, model) -> None:
     monkeypatch.setattr(calibration, "SECONDS", 300.0)
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}{os.pathsep}{TESTS}")
+    monkeypatch.setenv("PYTHONPATH", python_path(TESTS.parent, TESTS))
     monkeypatch.setenv(TENSOR_UNITS, "1")
     # One of the tiles is wrong and one is slow; MLX is slower still.
     faults = {PRODUCTS[128]: "wrong", PRODUCTS[64]: "slow", MLX: "slow"}

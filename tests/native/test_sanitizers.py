@@ -85,16 +85,8 @@ def test_ci_has_the_sanitized_extension() -> None:
 def test_the_operations_pass_under_sanitizers(which) -> None:
     simd = instruction_sets()[which]
     names = (
-        "paged_attention",
-        "write_kv",
-        "copy_blocks",
-        "gather_kv",
-        "format_pairs",
-        "layer_ops",
-        "rounded_products",
-        "token_bitmask",
-        "experts",
-        "program_rows",
+        *("paged_attention", "write_kv", "copy_blocks", "gather_kv", "format_pairs", "layer_ops"),
+        *("rounded_products", "token_bitmask", "experts", "program_rows"),
     )
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
@@ -102,6 +94,7 @@ def test_the_operations_pass_under_sanitizers(which) -> None:
         *(str(HERE / f"test_{name}.py") for name in names),
         MLX_PAGED_SIMD=simd,
         MLX_PAGED_NUM_THREADS="2",
+        MLX_PAGED_TEST_SAMPLE="3",  # unless all cases are asked for, as by `make test-long`
         **ONLY_HYPOTHESIS,
     )
     report = re.search(r"ERROR: AddressSanitizer.*|.*runtime error:.*", run.stderr + run.stdout)

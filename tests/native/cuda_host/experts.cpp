@@ -321,10 +321,7 @@ void test() {
 }  // namespace
 
 int main() {
-#ifndef ONE_KIND
-  test<__half>();
-#endif
-  test<__nv_bfloat16>();
+  test<ELEMENT>();
   std::printf("%d compared, %d failed\n", compared, failed);
   return failed != 0;
 }

@@ -402,15 +402,14 @@ void test(const char* dtype, bool all) {
 
 template <CodeFormat FORMAT, int BITS, int GROUP>
 void test(bool all) {
-  test<__nv_bfloat16, FORMAT, BITS, GROUP>("bfloat16", all);
-  test<__half, FORMAT, BITS, GROUP>("float16", all);
+  test<ELEMENT, FORMAT, BITS, GROUP>("", all);
 }
 
 }  // namespace
 
 int main() {
 #ifdef ONE_KIND  // of the weights: what a fault of the kernels shows in
-  test<__nv_bfloat16, CodeFormat::affine, CODE_BITS, 64>("bfloat16", CODE_BITS == 4);
+  test<CodeFormat::affine, CODE_BITS, 64>(CODE_BITS == 4);
 #elif CODE_BITS == 4
   test<CodeFormat::affine, 4, 64>(true);
   test<CodeFormat::affine, 4, 32>(false);

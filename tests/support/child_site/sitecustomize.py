@@ -1,5 +1,3 @@
-"""Hides torch from interpreters that tests start; see `children_without_torch` in conftest.py."""
+"""Is imported by Python at its start."""
 
-import sys
-
-sys.modules["torch"] = None  # type: ignore[assignment]
+import child_start  # noqa: F401
