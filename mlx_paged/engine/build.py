@@ -32,8 +32,10 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
 from mlx_paged.engine.speculation import costs
+from mlx_paged.engine.speculation.assistant_drafter import AssistantDrafter
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.draft_model import (
+    make_assistant,
     make_dflash,
     make_eagle3,
     make_model_drafter,
@@ -41,6 +43,7 @@ from mlx_paged.engine.speculation.draft_model import (
 )
 from mlx_paged.engine.speculation.drafter import Drafter
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+from mlx_paged.engine.speculation.learned_costs import LearnedCosts
 from mlx_paged.engine.speculation.lookup import LookupDrafter
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
@@ -172,7 +175,10 @@ def build_engine(
     adapters, default_adapter = _adapters(paged, config)
     # A tokenizer may have more tokens than its model.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
-    draft_model = _model_drafter(model, paged, config, masks, max_model_len)
+    assistant = _assistant(model, paged, config, masks, max_model_len)
+    draft_model = None
+    if assistant is None:
+        draft_model = _model_drafter(model, paged, config, masks, max_model_len)
     companion_bytes = 0 if draft_model is None else draft_model.bytes_per_token
     kv_config = KVCacheConfig(paged.layout, config, max_model_len, companion_bytes)
     runner = _runner(paged, config, kv_config, model, masks, ranks)
@@ -195,7 +201,12 @@ def build_engine(
         for each in runners:
             adapter = default_adapter if each is runner else None
             warm_up.warm_up(each, config, max_model_len, on_kernel, adapter)
-    speculator = _speculator(runner, config, max_model_len, draft_model)
+    if assistant is not None:
+        assistant.windows = runner.windows
+        assistant.measure()
+    speculator = _speculator(
+        runner, config, max_model_len, draft_model, model.vocab_size, assistant
+    )
     classifier = _classifier(paged, model, config)
     report = LogprobReport(tokenizer)
     hidden_size: int | None = getattr(runner, "hidden_size", None)
@@ -370,6 +381,24 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
     return Classifier.of(paged, ids)
 
 
+def _assistant(
+    target: LoadedModel,
+    paged: PagedModel,
+    config: EngineConfig,
+    masks: SequenceMasks,
+    max_model_len: int | None,
+) -> AssistantDrafter | None:
+    """Makes the drafter if it is an assistant; None for others.
+
+    Raises:
+        InvalidParameterError: It does not fit the model.
+    """
+    options = config.speculative_config
+    if not isinstance(options, SpeculativeConfig) or config.runner != "generate":
+        return None
+    return make_assistant(options, target, paged, masks, max_model_len=max_model_len)
+
+
 def _model_drafter(
     target: LoadedModel,
     paged: PagedModel,
@@ -432,13 +461,16 @@ def _speculator(
     config: EngineConfig,
     max_model_len: int | None,
     draft_model: ModelDrafter | HeadDrafter | None,
+    vocab_size: int,
+    assistant: AssistantDrafter | None,
 ) -> Speculator | None:
-    """Makes what proposes drafts, and measures what they cost; None without speculation."""
+    """Makes what proposes drafts, and measures what those with a price cost; None without
+    speculation."""
     options = config.speculative_config
     if options is None or config.runner != "generate":
         return None
     assert isinstance(options, SpeculativeConfig)
-    drafter: Drafter = LookupDrafter(options) if draft_model is None else draft_model
+    drafter: Drafter = draft_model or assistant or LookupDrafter(options)
     lookup = None
     if options.looks_up_all and draft_model is not None:
         lookup = LookupDrafter(options)
@@ -446,16 +478,19 @@ def _speculator(
     if not options.adaptive:
         return Speculator(options, drafter, None, lookup=lookup, max_rows=max_rows)
 
-    def measure(runner: ModelRunner, longest: int | None) -> costs.StepCosts | None:
-        return costs.measure(
-            runner,
-            max_num_seqs=min(config.max_num_seqs, config.step_tokens),
-            max_context_len=longest,
-        )
-
+    step_costs: costs.Costs | None = LearnedCosts()
     if draft_model is not None:
+
+        def measure(runner: ModelRunner, longest: int | None) -> costs.StepCosts | None:
+            return costs.measure(
+                runner,
+                max_num_seqs=min(config.max_num_seqs, config.step_tokens),
+                max_context_len=longest,
+                num_tokens=min(draft_model.num_tokens, vocab_size),
+            )
+
         draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len)
-    step_costs = measure(runner, max_model_len)
+        step_costs = measure(runner, max_model_len)
     return Speculator(options, drafter, step_costs, lookup=lookup, max_rows=max_rows)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -445,6 +446,33 @@ class PagedModel:
         if output.pools is not before:  # A GPU's executable leaves the handles unchanged.
             self.restore(output.pools)
         return output
+
+    def reading_step(self, inputs: StepInputs) -> Step:
+        """Returns a step for `reading`: rows of tokens whose own keys are not in the pools.
+
+        A row is at the position before its token's. A window counts the token, so it has one key
+        less.
+        """
+        step = self._step(inputs, Repetition(Repeat.NOT, int(inputs.query_lens.sum()), False))
+        plans = {
+            spec: self._plan(
+                inputs, inputs.tables_of(spec), replace(spec, window=spec.window - 1), None, False
+            )
+            for spec in self.layout.group_specs
+            if spec.window is not None
+        }
+        return replace(step, plans={**step.plans, **plans})
+
+    @contextmanager
+    def reading(self, step: Step) -> Iterator[None]:
+        """Within it, another model may attend to the pools as the rows of a step, which writes
+        nothing."""
+        patches.ensure_installed()
+        self._context.enter(step)
+        try:
+            yield
+        finally:
+            self._context.leave()
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
         """Encodes a picture, video or sound, lazily.

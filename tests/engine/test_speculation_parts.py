@@ -17,8 +17,9 @@ from mlx_paged.engine.speculation.acceptance import (
     new_counts,
 )
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.costs import StepCosts
+from mlx_paged.engine.speculation.costs import Costs, StepCosts
 from mlx_paged.engine.speculation.drafter import Drafter, Wanted
+from mlx_paged.engine.speculation.learned_costs import LearnedCosts
 from mlx_paged.engine.speculation.lookup import SequenceIndex, SharedText, SharedTexts
 from mlx_paged.engine.speculation.speculator import Speculator
 
@@ -250,34 +251,113 @@ def test_a_drafter_with_a_price_is_asked_for_what_pays() -> None:
     assert priced(slow)[0] != [] and priced(slow, num_missing=2000)[0] == []
 
 
+class Clocked:
+    """A speculator whose steps take the time that a test says.
+
+    Attributes:
+        now: Seconds.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.now = 0.0
+        config = SpeculativeConfig(num_speculative_tokens=8)
+        self.speculator = Speculator(config, Always(8, 20), costs, clock=lambda: self.now)
+        self.seq = sequence()
+        self.seq.request = SimpleNamespace(state=None)
+        self.seq.is_finished = False
+
+    def step(self, seconds: float, gained: int, num_drafts: int) -> None:
+        """One step of one sequence."""
+        self.now += seconds
+        batch = SimpleNamespace(
+            has_drafts=num_drafts > 0, samples=[True], is_decode=num_drafts == 0, starts=[40],
+            num_seqs=1, num_tokens=1 + num_drafts, num_drafts=[num_drafts],
+        )  # fmt: skip
+        output: Any = SimpleNamespace(batch=batch, sequences=[self.seq])
+        self.speculator.observe(output, [[7] * gained])
+
+    def proposed(self) -> int:
+        """Number of drafts of the next step."""
+        given = [0]
+        scheduler: Any = SimpleNamespace(
+            running=[self.seq], propose=lambda seq, tokens: given.append(len(tokens))
+        )
+        if self.speculator.is_active:
+            self.speculator.propose(scheduler)
+        return given[-1]
+
+
 def test_drafts_that_turn_out_slower_end_for_a_while() -> None:
     """Whatever costs and acceptance promise, what counts is the time that passes."""
-    now = 0.0
-    config = SpeculativeConfig(num_speculative_tokens=8)
-    speculator = Speculator(config, Always(8, 20), FREE, clock=lambda: now)
-    seq = sequence()
-    batch = SimpleNamespace(
-        has_drafts=True, samples=[True], is_decode=False, starts=[40], num_seqs=1, num_tokens=9,
-        num_drafts=[8],
-    )  # fmt: skip
-    seq.request = SimpleNamespace(state=None)
-    seq.is_finished = False
-    output: Any = SimpleNamespace(batch=batch, sequences=[seq])
-
-    def step(seconds: float, gained: int) -> None:
-        nonlocal now
-        now += seconds
-        speculator.observe(output, [[7] * gained])
-
-    speculator.is_active = True
+    run = Clocked(FREE)
+    run.speculator.is_active = True
     for _ in range(60):
-        step(2.0, 3)  # three tokens in the time of two steps
-        assert speculator.is_active
+        run.step(2.0, 3, 8)  # three tokens in the time of two steps
+        assert run.speculator.is_active
     for _ in range(60):
-        step(3.5, 3)
-    assert not speculator.is_active
-    looks = [step(1.0, 1) or speculator.is_active for _ in range(400)]
-    assert not any(looks[:190]) and any(looks), "it tries again later"
+        run.step(3.5, 3, 8)
+    assert not run.speculator.is_active
+    looks = [run.step(1.0, 1, 0) or run.speculator.is_active for _ in range(400)]
+    assert not any(looks[:80]) and any(looks), "it tries again later"
+
+
+@pytest.mark.parametrize("costs", [FREE, LearnedCosts()], ids=["measured", "learned"])
+def test_the_loss_is_bounded_if_all_expectations_are_wrong(costs: Costs) -> None:
+    """All matches are long, and all drafts are rejected, at the price of a step each."""
+    run = Clocked(costs)
+    # Rejected drafts are not held against their kind.
+    run.speculator._acceptance.settle = lambda *_: None  # type: ignore[method-assign]
+    num_steps, num_verified = 4000, 0
+    for _ in range(num_steps):
+        count = run.proposed()
+        num_verified += count
+        run.step(1.0 + count, 1, count)
+    assert num_verified > 20, "it tries"
+    assert run.now < 1.01 * num_steps + 4 + 2 * 8
+
+
+def test_costs_are_learned_from_steps_alone() -> None:
+    """Likely drafts come first; when they turn out cheap, others follow, and then longer ones."""
+    costs = LearnedCosts()
+    for _ in range(30):
+        costs.observe(1, 1, 100, 0.010)
+    assert costs.seconds(3, 1, 100) == pytest.approx(0.010 * (1 + 2 * 0.6))
+    for _ in range(30):
+        costs.observe(3, 1, 100, 0.011)
+        costs.observe(9, 1, 100, 0.030)
+    assert costs.seconds(3, 1, 100) == pytest.approx(0.011, rel=0.02)
+    assert costs.seconds(9, 1, 100) == pytest.approx(0.030, rel=0.02)
+    assert costs.seconds(17, 1, 100) == pytest.approx(0.050, rel=0.05), "as the nearest"
+    for _ in range(60):
+        costs.observe(1, 1, 2000, 0.020)  # Contexts have grown.
+    assert costs.seconds(9, 1, 2000) == pytest.approx(0.060, rel=0.05)
+    for _ in range(8):
+        costs.age()
+    assert costs.seconds(2, 1, 2000) == pytest.approx(0.020 * 1.6, rel=0.02)
+
+
+def test_the_first_step_of_a_size_compiles_and_is_not_counted() -> None:
+    costs = LearnedCosts()
+    costs.observe(1, 1, 100, 1.0)
+    costs.observe(2, 1, 100, 50.0)
+    assert costs.seconds(2, 1, 100) == pytest.approx(1.6)
+
+
+def test_long_looks_become_rare() -> None:
+    """They may take half a percent of the time, whatever the number of sequences."""
+    run = Clocked(LearnedCosts())
+    looks = 0
+
+    def draft(wanted: list[Wanted]) -> list[Draft | None]:
+        nonlocal looks
+        looks += 1
+        run.now += 0.5  # half a step
+        return [None] * len(wanted)
+
+    run.speculator._drafter.draft = draft  # type: ignore[method-assign]
+    for _ in range(2000):
+        run.step(1.0, 1, 0)
+    assert 10 <= looks <= 22
 
 
 def test_old_experience_with_a_model_is_forgotten() -> None:

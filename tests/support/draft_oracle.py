@@ -13,7 +13,7 @@ from mlx_paged import RequestOutput
 from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, Wanted
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 
 
@@ -52,14 +52,17 @@ class Oracle:
         return found
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, right: float) -> Oracle:
-    """Makes an oracle of every head drafter, whose tokens are right with a given probability."""
-    oracle, real = Oracle(right), HeadDrafter.draft
+def recorded(
+    monkeypatch: pytest.MonkeyPatch, right: float, kind: type[Drafter] = HeadDrafter
+) -> Oracle:
+    """Makes an oracle of every drafter of a kind, whose tokens are right with a given
+    probability."""
+    oracle, real = Oracle(right), kind.draft
 
-    def draft(self: HeadDrafter, wanted: Sequence[Wanted]) -> list[Draft | None]:
+    def draft(self: Drafter, wanted: Sequence[Wanted]) -> list[Draft | None]:
         return oracle.replaced(wanted, real(self, wanted))
 
-    monkeypatch.setattr(HeadDrafter, "draft", draft)
+    monkeypatch.setattr(kind, "draft", draft)
     return oracle
 
 

@@ -52,6 +52,17 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
         model = transformers.AutoModelForCausalLM.from_config(config)
     else:
         model = getattr(transformers, reference.architecture)(config)
+    randomized(model, seed)
+    weights = None
+    if reference.vision is not None:
+        weights = {n: w for n, w in model.state_dict().items() if not _TOWERS.search(n)}
+    model.eval().save_pretrained(path, state_dict=weights, save_original_format=original)
+    return model
+
+
+def randomized(model: Any, seed: int) -> Any:
+    """Gives a transformers model random weights, and returns it."""
+    torch = oracle_torch()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -68,10 +79,6 @@ def save(reference: Reference, path: Path, *, seed: int = 0, original: bool = Tr
                 weight.mul_(1.2 / (weight.std() * weight.shape[-1] ** 0.5))
             if "indexer.wk" in name:
                 weight.mul_(0.01)  # small enough that the norm's epsilon matters
-    weights = None
-    if reference.vision is not None:
-        weights = {n: w for n, w in model.state_dict().items() if not _TOWERS.search(n)}
-    model.eval().save_pretrained(path, state_dict=weights, save_original_format=original)
     return model
 
 

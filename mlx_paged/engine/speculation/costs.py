@@ -2,7 +2,8 @@
 
 Drafts pay if a step with more rows takes little longer. That depends on machine, model and number
 format: on a GPU five rows cost what one does, on a CPU in 4 bits a row more costs half a step.
-Steps are measured when the engine starts; steps of requests correct the measurement.
+For drafts that have a price, steps are measured when the engine starts; steps of requests correct
+the measurement. Other costs are learned from requests alone (`learned_costs.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
@@ -24,13 +27,31 @@ from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 
 logger = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SHORT_CONTEXT, _LONG_CONTEXT = 256, 2048
-_MAX_SECONDS = 3.0  # of all measurements
-_REPEATS = 3
+_MAX_SECONDS = 1.0  # of all measurements
+_REPEATS = 2
 # A step's time counts this much in the correction; times beyond this factor are disturbances.
 _WEIGHT = 0.1
 _MAX_FACTOR = 3.0
+
+
+class Costs(Protocol):
+    """How long steps take."""
+
+    def seconds(self, num_rows: int, num_seqs: int, context_len: float) -> float:
+        """Returns the expected seconds of a step.
+
+        Args:
+            num_rows: Rows of all sequences.
+            context_len: Mean tokens of context of a sequence.
+        """
+
+    def observe(self, num_rows: int, num_seqs: int, context_len: float, seconds: float) -> None:
+        """Learns from a step."""
+
+    def age(self) -> None:
+        """Forgets half of what steps with drafts have taught."""
 
 
 @dataclass
@@ -55,12 +76,7 @@ class StepCosts:
     _factors: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
 
     def seconds(self, num_rows: int, num_seqs: int, context_len: float) -> float:
-        """Returns the expected seconds of a step.
-
-        Args:
-            num_rows: Rows of all sequences.
-            context_len: Mean tokens of context of a sequence.
-        """
+        """See `Costs`."""
         alone = _interpolated(num_rows, self.rows, self.of_rows)
         more = _interpolated(num_seqs, self.rows, self.of_sequences)
         more -= _interpolated(num_seqs, self.rows, self.of_rows)
@@ -78,6 +94,10 @@ class StepCosts:
         if 1 / _MAX_FACTOR < ratio / factor < _MAX_FACTOR:
             self._factors[has_drafts] = (1 - _WEIGHT) * factor + _WEIGHT * ratio
 
+    def age(self) -> None:
+        """See `Costs`."""
+        self._factors[True] = (self._factors[True] + self._factors[False]) / 2
+
 
 def _interpolated(x: int, xs: Sequence[int], values: Sequence[float]) -> float:
     """Linear between two measurements, and beyond the last one."""
@@ -92,11 +112,16 @@ def measure(
     *,
     max_num_seqs: int,
     max_context_len: int | None,
+    num_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCosts | None:
     """Measures steps in the runner's pools, which no request uses yet.
 
-    Larger steps are left out once the measurements have taken some seconds.
+    Each row has another token, so that experts are chosen as by text. Larger steps are left out
+    once the measurements have taken a second.
+
+    Args:
+        num_tokens: Size of the vocabulary.
 
     Returns:
         None if a step fails.
@@ -105,12 +130,14 @@ def measure(
     short = min(_SHORT_CONTEXT, max_context_len or _SHORT_CONTEXT)
     long = min(_LONG_CONTEXT, max_context_len or _LONG_CONTEXT)
     measured: list[tuple[int, float, float]] = []
+    tokens = np.random.default_rng(0).permutation(num_tokens).astype(np.uint32)
 
     def seconds(num_seqs: int, num_rows: int, context_len: int) -> float:
         best = float("inf")
         for repeat in range(_REPEATS + 1):
             before = clock()
-            runner.read(runner.launch(_step(runner, num_seqs, num_rows, context_len), None))
+            step = _step(runner, tokens, num_seqs, num_rows, context_len)
+            runner.read(runner.launch(step, None))
             if repeat or clock() - start > _MAX_SECONDS:  # The first one compiles.
                 best = min(best, clock() - before)
         return best
@@ -142,8 +169,14 @@ def measure(
     return costs
 
 
-def _step(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -> StepBatch:
-    """Returns a step that does not write to block 0, which is padding."""
+def _step(
+    runner: ModelRunner,
+    tokens: npt.NDArray[np.uint32],
+    num_seqs: int,
+    num_rows: int,
+    context_len: int,
+) -> StepBatch:
+    """Returns a step with these tokens, which does not write to block 0, which is padding."""
     model = runner.model
     num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
     length = -(-context_len // runner.block_size)
@@ -156,7 +189,7 @@ def _step(runner: ModelRunner, num_seqs: int, num_rows: int, context_len: int) -
     settings = SamplingRow(0.0, seed=0, position=context_len)
     return StepBatch(
         seq_ids=[-1 - i for i in range(num_seqs)],
-        token_ids=array(TOKEN_TYPE, [0]) * (num_seqs * num_rows),
+        token_ids=array(TOKEN_TYPE, np.resize(tokens, num_seqs * num_rows).tobytes()),
         starts=array("q", [context_len - num_rows]) * num_seqs,
         query_lens=array("q", [num_rows]) * num_seqs,
         samples=[True] * num_seqs,

@@ -15,6 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
+from mlx_paged.engine.speculation.assistant_drafter import AssistantDrafter
 from mlx_paged.engine.speculation.block_drafter import BlockDrafter
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
@@ -23,6 +24,11 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.draft_heads.base import input_embeddings, page_head
 from mlx_paged.model.draft_heads.dflash import DFlashConfig, load_dflash
 from mlx_paged.model.draft_heads.eagle3 import Eagle3Config, load_eagle3
+from mlx_paged.model.draft_heads.gemma4_assistant import (
+    AssistantConfig,
+    is_assistant,
+    load_assistant,
+)
 from mlx_paged.model.draft_heads.mtp import load_mtp
 from mlx_paged.model.loader import LoadedModel, local_directory, model_directory
 from mlx_paged.model.paged_model import PagedModel
@@ -152,6 +158,43 @@ def make_eagle3(
     return HeadDrafter(
         runner, masks, max_model_len=max_model_len, num_tokens=config.layer.vocab_size
     )
+
+
+def make_assistant(
+    options: SpeculativeConfig,
+    target: LoadedModel,
+    paged: PagedModel,
+    masks: SequenceMasks,
+    *,
+    max_model_len: int | None,
+) -> AssistantDrafter | None:
+    """Loads a Gemma 4 assistant, and taps the model; None if the options name none.
+
+    Args:
+        paged: The model that it drafts for, before its pools are allocated.
+        max_model_len: Maximum tokens of a sequence; None: no limit.
+
+    Raises:
+        InvalidParameterError: It does not fit the model.
+        ModelLoadError: Its files cannot be read.
+    """
+    if options.method != "mtp" or options.model is None:
+        return None
+    name = str(options.model)
+    path = local_directory(name)
+    if not is_assistant(path):
+        return None
+    config = AssistantConfig.read(path)
+    _check_fits(target, name, ("vocab_size", target.vocab_size, config.layer.vocab_size))
+    assistant = load_assistant(path, config, target.dtype)
+    _tap(paged, [FINAL], target, name)
+    try:
+        drafter = AssistantDrafter(assistant, paged, masks, max_model_len=max_model_len)
+    except ValueError as error:
+        raise InvalidParameterError(_FIELD, f"a head for {target.name} ({error})", name) from error
+    width = config.backbone_hidden_size
+    _check_fits(target, name, ("hidden_size", drafter.target.hidden_size, width))
+    return drafter
 
 
 def make_mtp(

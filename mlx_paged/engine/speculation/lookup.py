@@ -218,6 +218,10 @@ class LookupDrafter(Drafter):
         drafts = seq.sampler.legal(tokens, drafts)
         return Draft(len(tokens), drafts, kind_of(source, match.length)) if drafts else None
 
+    def forget(self) -> None:
+        """Forgets all finished answers."""
+        self._shared = SharedTexts(self._config.suffix_decoding_max_cached_requests)
+
     def finish(self, seq: CoreSequence) -> None:
         """Keeps the answer for later lookups."""
         if self._is_suffix:

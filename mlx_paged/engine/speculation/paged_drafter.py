@@ -20,6 +20,11 @@ from mlx_paged.engine.speculation.rounds import DraftRounds
 _GREEDY, _SAMPLED = kind_of(Source.MODEL, 1), kind_of(Source.MODEL, 2)
 
 
+def kind_of_model(seq: CoreSequence) -> int:
+    """The kind of a model's drafts for a sequence, see `acceptance.kind_of`."""
+    return _GREEDY if seq.sampler.row.temperature == 0 else _SAMPLED
+
+
 class PagedDrafter(Drafter):
     """Drafts with a model or a head.
 
@@ -31,6 +36,7 @@ class PagedDrafter(Drafter):
 
     Attributes:
         rounds: See `Price`.
+        num_tokens: See above.
     """
 
     drafts_at_once = False
@@ -45,12 +51,13 @@ class PagedDrafter(Drafter):
     ) -> None:
         self.runner = runner
         self.rounds: StepCosts | None = None
+        self.num_tokens = num_tokens
         self.max_model_len = max_model_len
         self._run = DraftRounds(runner, masks, num_tokens=num_tokens)
 
     def kind(self, seq: CoreSequence) -> int:
         """See `Price`."""
-        return _GREEDY if seq.sampler.row.temperature == 0 else _SAMPLED
+        return kind_of_model(seq)
 
     def launched(self, batch: StepBatch) -> None:
         """See `Drafter`. A block that the model copies is copied before the next draft."""

@@ -60,13 +60,18 @@ class Member:
 
     @property
     def usable(self) -> tuple[int, ...]:
-        """The drafts, up to one that could not be sampled or that ends the answer."""
-        for index, token in enumerate(self.drafts):
-            if token < 0:
-                return tuple(self.drafts[:index])
-            if token in self.seq.end_token_ids:
-                return tuple(self.drafts[: index + 1])
-        return tuple(self.drafts)
+        """See `usable_drafts`."""
+        return usable_drafts(self.drafts, self.seq)
+
+
+def usable_drafts(drafts: Sequence[int], seq: CoreSequence) -> tuple[int, ...]:
+    """Returns drafts up to one that could not be sampled (-1) or that ends the answer."""
+    for index, token in enumerate(drafts):
+        if token < 0:
+            return tuple(drafts[:index])
+        if token in seq.end_token_ids:
+            return tuple(drafts[: index + 1])
+    return tuple(drafts)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.speculation.acceptance import Acceptance, Draft, Source, kind_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.costs import StepCosts
+from mlx_paged.engine.speculation.costs import Costs
 from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
+from mlx_paged.engine.speculation.ledger import Ledger
 from mlx_paged.engine.speculation.predicted import PredictedAnswer
 from mlx_paged.engine.stats import SpecDecodingStats
 
@@ -38,9 +39,8 @@ _BEGIN_AT, _END_AT = 1.05, 1.01
 _GAIN_WEIGHT = 0.25
 # Rows of a step with drafts, at most: beyond, they would hold up the others.
 _MAX_ROWS = 256
-# Steps of a trial, and its largest ratio; steps after which it counts as good; steps of rest.
-_TRIAL_STEPS, _MAX_RATIO, _GOOD_STEPS = 24, 4.0, 200
-_MIN_REST, _MAX_REST = 256, 8192
+# Share of the time that looks may take.
+_LOOK_SHARE = 0.005
 # A sequence is expected to go on for as many tokens as its answer has, and for these at least.
 _MIN_FUTURE = 16
 
@@ -63,46 +63,6 @@ class _Proposal:
     seconds: float = 0.0
 
 
-class Trial:
-    """Compares the speed while drafts are made with the speed without.
-
-    The choice of drafts trusts measured costs and past acceptance. If these are wrong, for example
-    because the machine does other work now, drafts end, for longer each time.
-    """
-
-    def __init__(self) -> None:
-        self._ratio = 1.0
-        self._num_steps = 0  # since drafts began
-        self._num_resting = 0  # steps until they may begin again
-        self._next_rest = _MIN_REST
-        self.has_failed = False
-
-    def add(self, ratio: float) -> None:
-        """Notes a step while drafts are made.
-
-        Args:
-            ratio: Its tokens per second, relative to what is expected without drafts.
-        """
-        self._num_steps += 1
-        weight = 1 / min(self._num_steps, _TRIAL_STEPS)
-        self._ratio += weight * (min(ratio, _MAX_RATIO) - self._ratio)
-        self.has_failed = self._num_steps >= _TRIAL_STEPS and self._ratio < 1
-        if self.has_failed:
-            self._num_steps, self._num_resting = 0, self._next_rest
-            self._next_rest = min(2 * self._next_rest, _MAX_REST)
-        elif self._num_steps >= _GOOD_STEPS:
-            self._next_rest = _MIN_REST
-
-    def rest(self) -> None:
-        """Notes a step without drafts."""
-        self._num_steps, self._num_resting = 0, max(0, self._num_resting - 1)
-
-    @property
-    def may_begin(self) -> bool:
-        """False for a while after drafts were slower than none."""
-        return self._num_resting == 0
-
-
 class Speculator:
     """Proposes drafts for the sequences of a scheduler.
 
@@ -110,7 +70,7 @@ class Speculator:
         drafter: Guesses the tokens. If it raises, speculation ends.
         lookup: A second drafter, without a price. Its drafts are used where they are expected to
             add more tokens. None: there is only `drafter`.
-        costs: How long steps take; None verifies all drafts.
+        costs: How long steps take, see `Costs`; None verifies all drafts.
         max_rows: Drafts make no step larger than this, because products of more rows may have
             other sums.
         clock: Seconds of a monotonic clock.
@@ -124,7 +84,7 @@ class Speculator:
         self,
         config: SpeculativeConfig,
         drafter: Drafter,
-        costs: StepCosts | None,
+        costs: Costs | None,
         *,
         lookup: Drafter | None = None,
         max_rows: int | None = None,
@@ -138,10 +98,11 @@ class Speculator:
         self._clock = clock
         self._acceptance = Acceptance()
         self._gain = 1.0  # expected tokens per second, relative to no drafts
-        self._trial = Trial()
-        self._num_watched = 0  # steps since the last look
+        self._ledger = Ledger()
+        self._until_look = _WATCH_EVERY  # steps
         self._num_looks = 0  # since the last draft
         self._committed_at: float | None = None
+        self._step_seconds = 0.0  # of a step without drafts
         self._drafting = 0.0  # seconds since then that went into drafts
         self._is_broken = False
         self.is_active = self._costs is None
@@ -345,6 +306,8 @@ class Speculator:
                 drafting += self._round_seconds(rounds[place], context_len)
                 drafting += 0.0 if place else proposals[i].seconds
             seconds = self._costs.seconds(num_seqs + count, num_seqs, context_len)
+            if (seconds + drafting) * plain / num_seqs - 1 > self._ledger.balance:
+                break  # If all are rejected, they lose more than they may.
             speed = tokens / (seconds + drafting)
             if speed > best:
                 best, num_best = speed, count
@@ -352,7 +315,7 @@ class Speculator:
             counts[i] += 1
         self._gain += _GAIN_WEIGHT * (best / plain - self._gain)
         is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
-        self.is_active = is_worth_it and self._trial.may_begin and not self._is_broken
+        self.is_active = is_worth_it and self._ledger.is_open and not self._is_broken
         return counts
 
     @property
@@ -419,35 +382,52 @@ class Speculator:
             self.is_active = batch.num_seqs < self._max_rows
         if self._costs is None or False in batch.samples:
             return
-        is_plain = has_drafts or batch.is_decode
-        if before is not None and is_plain:
-            context_len = sum(batch.starts) / batch.num_seqs
-            seconds = now - before - drafting
-            self._costs.observe(batch.num_tokens, batch.num_seqs, context_len, seconds)
-            has_prompts = batch.num_tokens > batch.num_seqs + sum(batch.num_drafts)
-            if self.is_active and not has_prompts:
-                plain = self._costs.seconds(batch.num_seqs, batch.num_seqs, context_len)
-                num_tokens = sum(map(len, token_ids))
-                self._trial.add(num_tokens / batch.num_seqs * plain / max(now - before, 1e-9))
-                if self._trial.has_failed:
-                    self.is_active, self._gain = False, 1.0
-        if not self.is_active:
-            self._trial.rest()
+        if before is not None and (has_drafts or batch.is_decode):
+            self._learn_costs(batch, token_ids, now - before, drafting)
         if not self.is_active:
             self._watch(output.sequences)
 
+    def _learn_costs(
+        self, batch: StepBatch, token_ids: list[list[int]], seconds: float, drafting: float
+    ) -> None:
+        """Learns from the time that a step took, and stops drafts that lose too much of it.
+
+        Args:
+            drafting: Part of `seconds` that went into drafts.
+        """
+        costs, num_seqs = self._costs, batch.num_seqs
+        assert costs is not None
+        context_len = sum(batch.starts) / num_seqs
+        # Without drafts, steps do not overlap while drafts may come, so they say nothing.
+        if batch.has_drafts or not self.is_active:
+            costs.observe(batch.num_tokens, num_seqs, context_len, seconds - drafting)
+        plain = costs.seconds(num_seqs, num_seqs, context_len)
+        self._ledger.passed(seconds / plain)
+        has_prompts = batch.num_tokens > num_seqs + sum(batch.num_drafts)
+        if self.is_active and not has_prompts:
+            self._ledger.saved(sum(map(len, token_ids)) / num_seqs - seconds / plain)
+            if not self._ledger.is_open:
+                self.is_active, self._gain = False, 1.0
+        self._step_seconds = plain
+
     def _watch(self, sequences: Sequence[CoreSequence]) -> None:
-        """Looks at the drafts that a step would have had, while there are none."""
-        self._num_watched += 1
-        if self._num_watched < _WATCH_EVERY:
+        """Looks at the drafts that a step would have had, while there are none.
+
+        The longer a look takes, the more steps pass before the next one.
+        """
+        self._until_look -= 1
+        if self._until_look > 0:
             return
-        self._num_watched = 0
+        began = self._clock()
         running = [seq for seq in sequences if seq.is_running]
-        if self._drafter.price is not None:
-            self._num_looks += 1
-            if self._num_looks % _LOOKS_UNTIL_AGED == 0:
+        self._num_looks += 1
+        if self._num_looks % _LOOKS_UNTIL_AGED == 0 and self._costs is not None:
+            self._costs.age()
+            if self._drafter.price is not None:
                 self._acceptance.fade()
         self._choose(running, self._proposals(running))
+        share = (self._clock() - began) / max(self._step_seconds, 1e-9)
+        self._until_look = max(_WATCH_EVERY, int(share / _LOOK_SHARE))
 
     def _settle(self, seq: CoreSequence, state: DraftState) -> None:
         draft = state.pending
