@@ -8,7 +8,8 @@ python bench/llama_cpp.py --prepare                               # only builds 
 python bench/llama_cpp.py --docs                                  # writes the tables of the docs
 
 A cell is SHAPE/FORMAT/THREADS/WHAT. A process has as many cores as threads. llama.cpp is built and
-the checkpoints are written once (`--cache`). Cells of earlier runs are kept. WHAT is
+the checkpoints are written once (`--cache`). Cells of earlier runs are kept; those of processors
+with AMX and of others have tables of their own. WHAT is
 
 - decode-N: tokens/s of N sequences after 128 tokens. Ours: whole calls of `LLM.generate` with
   cached prompts; the time of a call for 41 tokens minus that of one for 9. Theirs does not sample.
@@ -428,10 +429,11 @@ def measure_group(
         # Cells that need a process of ours, which keeps its memory, come last.
         for what in sorted(names, key=lambda what: what.startswith(("decode", "prefill"))):
             id = f"{setting.shape}/{setting.format}{label}/{setting.threads}/{what}"
+            key = report.key_of(id, peer.has_amx())
             more: dict[str, Any] = {}
             if what == "shared-32":
                 with contextlib.ExitStack() as running:
-                    known = cells.get(id, {}).get("best_way") if options.add else None
+                    known = cells.get(key, {}).get("best_way") if options.add else None
                     servers = Servers(setting, running, known)
                     sides: dict[str, Side] = {"ours": servers.ours, "native": servers.theirs}
                     found = take_turns(sides, options.turns, options.idle)
@@ -446,8 +448,8 @@ def measure_group(
                     stack.callback(worker.close)
                     worker.measure("decode-1")  # the first steps are slower
                 found = take_turns(speed_sides(setting, what, worker), options.turns, options.idle)
-            cells[id] = cell_of(found, cells.get(id) if options.add else None, setting, more)
-            print(report.line_of(id, cells[id]), flush=True)
+            cells[key] = cell_of(found, cells.get(key) if options.add else None, setting, more)
+            print(report.line_of(key, cells[key]), flush=True)
             if options.save:
                 save(options.name, {"peer": peer_facts(), "cells": cells})
 

@@ -319,6 +319,27 @@ def test_tables_have_a_row_for_each_format_and_number_of_threads(bench, tmp_path
         bench.report.write_docs(cells, page)
 
 
+def test_processors_with_amx_have_tables_of_their_own(bench, monkeypatch) -> None:
+    cells = {
+        bench.report.key_of("1b/4bit/2/decode-1", False): _cell([30.0], [20.0]),
+        bench.report.key_of("1b/4bit/2/decode-1", True): _cell([60.0], [50.0], no_amx=[40.0]),
+    }
+    assert len(cells) == 2
+    before, after = bench.report.markdown(cells).split("### Processors with AMX")
+    assert before.startswith("### Processors without AMX") and "| 30 (1.50x) |" in before
+    assert "| 60 (1.20x, 1.50x) |" in after and "| 30 " not in after
+    rows = bench.report.summary(cells)[1]
+    assert [row[1] for row in rows] == ["30", "60"]
+
+    # A run keeps the results of the other kind.
+    setting = bench.cpp.Setting("1b", "4bit", 2, Path())
+    monkeypatch.setattr(bench.peer, "has_amx", lambda: True)
+    monkeypatch.setattr(bench.cpp, "start_sides", lambda *_: {"ours": lambda: 3.0})
+    options = argparse.Namespace(turns=1, idle=None, add=False, save=False)
+    bench.cpp.measure_group(setting, "", ["memory"], options, cells)
+    assert list(cells)[2:] == ["1b/4bit/2/memory@amx"]
+
+
 def test_a_terminal_shows_what_is_asked_beside_what_is_reached(bench) -> None:
     cells = {
         "1b/4bit/4/decode-1": _cell([60.0], [50.0], no_amx=[40.0]),
