@@ -5,6 +5,7 @@
 #include "active_wait.h"
 #include "array_contents.h"
 #include "attention_plan.h"
+#include "cpu/amx.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
 #include "cuda/products.h"
@@ -36,6 +37,7 @@ nb::dict build_info() {
   d["compiler"] = "gcc " __VERSION__;
 #endif
   d["simd"] = cpu::kernels().simd;
+  d["amx"] = cpu::amx_status();
   d["num_threads"] = std::to_string(cpu::num_threads());
   return d;
 }

@@ -97,7 +97,7 @@ def build_info() -> dict[str, str]:
     Returns:
         ``version``, ``mlx_version``, ``mlx_lm_version``, ``nanobind_version``, ``compiler``,
         ``backends`` (space-separated), ``simd`` (instruction set of the CPU kernels),
-        ``num_threads`` and ``blas``.
+        ``amx`` (``yes``, ``no``, or why its tiles cannot be used), ``num_threads`` and ``blas``.
     """
     return {
         "version": metadata.version("mlx-paged"),

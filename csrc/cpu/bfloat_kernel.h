@@ -14,21 +14,24 @@ namespace mlx_paged::cpu::MLX_PAGED_ISA {
 constexpr int kPairs = 16;  // per vector
 constexpr int kTileVectors = kBFloatTileColumns / kWidth;
 
-inline void round_bfloat(const float* x, int64_t stride, int count, int k, uint16_t* out) {
-  const int64_t padded = bfloat_stride(k);
-  for (int row = 0; row < count; row++) {
-    uint16_t* to = out + row * padded;
+inline VecF load_padded(const float* p, int left) {
+  return left >= kWidth ? load(p) : left > 0 ? load_tail(p, left) : VecF{};
+}
+
+inline void round_bfloat(const BFloatRoundArgs& args, int begin, int end) {
+  const int64_t padded = bfloat_stride(args.k);
+  for (int row = begin; row < end; row++) {
+    uint16_t* to = args.out + row * padded;
     for (int i = 0; i < padded; i += kWidth) {
-      const float* p = x + row * stride + i;
-      VecF v = i + kWidth <= k ? load(p) : i < k ? load_tail(p, k - i) : VecF{};
+      const VecF v = load_padded(args.x + row * args.stride + i, args.k - i);
       __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
       __builtin_memcpy(to + i, &rounded, sizeof(rounded));
     }
   }
 }
 
-// Packs elements [begin, begin + count) of 32 columns as [pair, vector, kWidth, 2]. A missing
-// second element is zero.
+// Packs elements [begin, begin + count) of 32 columns as [pair, vector, kWidth, 2], with zeros up
+// to a whole kBFloatBlock.
 inline void fill_pairs(
     const WeightView& w, int64_t column, int columns, int begin, int count, __m512i* tile) {
   for (int v = 0; v < kTileVectors; v++) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "amx.h"
 #include "kernels.h"
 
 namespace mlx_paged::cpu {
@@ -27,8 +28,16 @@ std::vector<const Kernels*> supported_kernels() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     if (__builtin_cpu_supports("avx512vnni")) {
       if (__builtin_cpu_supports("avx512bf16")) {
+        static const Kernels amx = with_rounded("amx", kAvx512Kernels, kAmxKernels);
         static const Kernels bf16 = with_rounded("avx512bf16", kAvx512Kernels, kAvx512Bf16Kernels);
+        // For tests of the kernels for AMX on other processors.
+        static const Kernels emulated =
+            with_rounded("amx_emulated", kAvx512Kernels, kAmxEmulatedKernels);
+        if (amx_refusal().empty()) {
+          found.push_back(&amx);
+        }
         found.push_back(&bf16);
+        found.push_back(&emulated);
       }
       static const Kernels vnni = with_rounded("avx512vnni", kAvx512Kernels, kAvx512VnniKernels);
       found.push_back(&vnni);
@@ -59,8 +68,12 @@ const Kernels& choose() {
     }
     names += (names.empty() ? "" : ", ") + std::string(build->simd);
   }
-  throw std::invalid_argument(
-      "MLX_PAGED_SIMD must be one of " + names + " on this processor but got " + wanted);
+  std::string message =
+      "MLX_PAGED_SIMD must be one of " + names + " on this processor but got " + wanted;
+  if (std::string(wanted) == "amx") {
+    message += ": " + amx_refusal();
+  }
+  throw std::invalid_argument(message);
 }
 
 }  // namespace
@@ -76,15 +89,17 @@ const IntegerKernels* integer_kernels(Activations activations, const WeightView&
   if (is_affine && activations == Activations::int8 && (weights.bits == 4 || weights.bits == 8)) {
     return &rounded.int8;
   }
-  return is_affine && rounded.wide.product && weights.bits == 4 ? &rounded.wide : nullptr;
+  const IntegerKernels* wide = weights.bits == 4   ? &rounded.wide4
+                               : weights.bits == 8 ? &rounded.wide8
+                                                   : nullptr;
+  return is_affine && wide && wide->product ? wide : nullptr;
 }
 
 void multiply_rounded(
     const IntegerKernels& integers, const IntegerProductArgs& args, const float* x, int64_t stride,
     int64_t begin, int64_t end) {
-  int64_t row_bytes = integers.row_bytes(args.weights.k);
   auto is_uneven = [&](int row) {
-    return integers.is_uneven(static_cast<const char*>(args.x) + row * row_bytes);
+    return integers.is_uneven(args.x, row, args.rows, args.weights.k);
   };
   int even = 0;
   while (even < args.rows && is_uneven(even)) {

@@ -58,27 +58,34 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
-// The same with integer activations, a block of rows at a time, so that they stay in cache while
-// all weights pass.
+// Rows that are rounded at a time, so that they stay in cache while all weights pass. Kernels for
+// AMX need them in the L2 cache; they multiply a row in less time than memory delivers it.
+int rows_at_once(bool uses_amx, int64_t row_bytes) {
+  constexpr int kMaxRows = 256, kMinAmxRows = 64;
+  constexpr int64_t kAmxBytes = 1 << 20;
+  return !uses_amx
+             ? kMaxRows
+             : int(std::clamp<int64_t>(kAmxBytes / row_bytes / 16 * 16, kMinAmxRows, kMaxRows));
+}
+
+// The same with integer activations, a block of rows at a time.
 void multiply_integers(
     const cpu::IntegerKernels& integers, const float* x, const cpu::WeightView& weights, float* out,
     int m) {
-  constexpr int kMaxRows = 256;
   constexpr int kAtOnce = 4;  // rows rounded per task
   int n = weights.n;
   int k = weights.k;
-  int64_t row_bytes = integers.row_bytes(k);
+  int max_rows = std::min(m, rows_at_once(integers.uses_blocks(m), integers.row_bytes(k)));
   // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
-  char* rounded = memory.at_least<char>(std::min(m, kMaxRows) * row_bytes);
-  for (int begin = 0; begin < m; begin += kMaxRows) {
-    int rows = std::min(kMaxRows, m - begin);
+  char* rounded = memory.at_least<char>(integers.rounded_bytes(max_rows, k));
+  for (int begin = 0; begin < m; begin += max_rows) {
+    int rows = std::min(max_rows, m - begin);
     const float* from = x + int64_t(begin) * k;
     cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
       int first = task * kAtOnce;
-      int count = std::min(kAtOnce, rows - first);
       integers.round(
-          from + int64_t(first) * k, k, count, k, weights.bits, rounded + first * row_bytes);
+          {from, k, rows, k, weights.bits, rounded}, first, std::min(first + kAtOnce, rows));
     });
     cpu::for_product_pieces(
         rows, n, k, weights.bits, n,
@@ -92,28 +99,35 @@ void multiply_integers(
   }
 }
 
-// The same with activations rounded to bfloat16.
-void multiply_bfloat(const float* x, const cpu::WeightView& weights, float* out, int m) {
+// The same with activations rounded to bfloat16, or split into several.
+void multiply_bfloat(
+    const cpu::BFloatKernels& bfloat, const float* x, const cpu::WeightView& weights, float* out,
+    int m) {
   constexpr int kAtOnce = 4;  // rows rounded per task
-  const auto& bfloat = cpu::kernels().rounded.bfloat;
   int n = weights.n;
   int k = weights.k;
-  int64_t stride = cpu::bfloat_stride(k);
+  bool uses_amx = bfloat.row_block > 1;
+  int64_t row_bytes = bfloat.parts * cpu::bfloat_stride(k) * int64_t(sizeof(uint16_t));
+  int max_rows = uses_amx ? std::min(m, rows_at_once(true, row_bytes)) : m;
   // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
-  uint16_t* rounded = memory.at_least<uint16_t>(m * stride);
-  cpu::parallel_for((m + kAtOnce - 1) / kAtOnce, [&](int task, int) {
-    int first = task * kAtOnce;
-    int count = std::min(kAtOnce, m - first);
-    bfloat.round(x + int64_t(first) * k, k, count, k, rounded + first * stride);
-  });
-  cpu::for_product_pieces(
-      m, n, k, weights.bits, n,
-      [&](int64_t begin, int64_t end) {
-        float* scratch = cpu::thread_scratch(cpu::kBFloatScratch);
-        bfloat.product({rounded, weights, out, m, n, scratch}, begin, end);
-      },
-      cpu::kBFloatTileColumns);
+  uint16_t* rounded = memory.at_least<uint16_t>(bfloat.rounded_size(max_rows, k));
+  for (int begin = 0; begin < m; begin += max_rows) {
+    int rows = std::min(max_rows, m - begin);
+    const float* from = x + int64_t(begin) * k;
+    cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+      int first = task * kAtOnce;
+      bfloat.round({from, k, rows, k, rounded}, first, std::min(first + kAtOnce, rows));
+    });
+    cpu::for_product_pieces(
+        rows, n, k, weights.bits, n,
+        [&](int64_t first, int64_t last) {
+          float* scratch = cpu::thread_scratch(bfloat.num_scratch_floats(k));
+          bfloat.product(
+              {rounded, weights, out + int64_t(begin) * n, rows, n, scratch}, first, last);
+        },
+        cpu::kBFloatTileColumns);
+  }
 }
 
 // Up to this many rows, a BLAS is not faster than products by rows.
@@ -143,11 +157,13 @@ void multiply(
   } else if (
       activations == Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.max_rows(weights)) {
-    multiply_bfloat(x, weights, out, m);
+    multiply_bfloat(cpu::kernels().rounded.bfloat, x, weights, out, m);
   } else if (by_rows >= m || m <= kFewRows || !cpu::find_sgemm()) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });
+  } else if (cpu::kernels().rounded.wide_bfloat.serves(weights)) {
+    multiply_bfloat(cpu::kernels().rounded.wide_bfloat, x, weights, out, m);
   } else if (is_float) {
     sgemm(m, n, k, x, static_cast<const float*>(weights.data), out, n);
   } else {

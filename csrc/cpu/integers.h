@@ -6,11 +6,16 @@
 // where w = s q + b. Sums within a group are exact: rounding affects the activations only.
 //
 // One 8-bit digit is int8, which users can select. Three digits are 22-bit numbers with a sign,
-// whose errors are comparable to those of float32 sums. A group's sum of 32 products of 22 and 4
-// bits fits 32 bits, so three digits serve 4-bit weights only; they beat widening those weights
-// where one instruction multiplies 64 bytes. A row with a few very large numbers is multiplied in
+// whose errors are comparable to those of float32 sums. They beat widening weights of 4 bits where
+// one instruction multiplies 64 bytes, and weights of 8 bits where one multiplies a tile (AMX). A
+// group's sum of 32 products of 22 and 4 bits fits 32 bits; with 8-bit weights the two upper digits
+// and the lowest have sums of their own. A row with a few very large numbers is multiplied in
 // float32: next to a large number 22 bits leave a small one few digits, and the large one may meet
 // small weights.
+//
+// Rounded rows are stored one after another as chunks, or, for AMX tiles, in blocks of 16 rows
+// (amx_integers_kernel.h). Sums of a group are exact, so all kernels of a format add the same
+// numbers in the same order.
 
 #pragma once
 
@@ -42,8 +47,17 @@ inline int num_integer_chunks(int k) {
   return (k + kIntegerChunk - 1) / kIntegerChunk;
 }
 
+struct RoundArgs {
+  const float* x;  // [rows, k], rows `stride` apart
+  int64_t stride;
+  int rows;
+  int k;
+  int bits;   // of the weights
+  void* out;  // [IntegerKernels::rounded_bytes]
+};
+
 struct IntegerProductArgs {
-  const void* x;  // chunks [rows, num_integer_chunks(weights.k)]
+  const void* x;  // all `rows`, rounded together
   WeightView weights;
   float* c;  // [rows, weights.n], rows ldc apart
   int rows;
@@ -53,38 +67,61 @@ struct IntegerProductArgs {
 
 constexpr int kIntegerTileColumns = 32;
 constexpr int kMaxSpread = 8;  // powers of two between a row's largest and most others
+constexpr int kRowBlock = 16;
+
+// A block of kRowBlock rows has, for each group of activations, digits, then scales, then sums of
+// the rows: kRowBlock floats each.
+struct RowBlockLayout {
+  int digit_bytes = 0;  // 0: rows are stored as chunks
+
+  int64_t group_bytes() const { return digit_bytes + 2 * kRowBlock * int64_t(sizeof(float)); }
+  int64_t bytes(int k) const { return k / kIntegerGroup * group_bytes(); }
+};
 
 struct IntegerKernels {
   int chunk_bytes;
   int digits;
-  // Rounds `count` rows of x [.., k], `stride` apart, for weights of `bits` bits (three digits: 4).
-  // A group with an infinity or NaN makes its whole product NaN; a group with all numbers below
-  // 2^-100 counts as zeros. Three digits: a finite row whose largest number exceeds most others by
-  // more than 2^kMaxSpread gets kUnevenRow as its first scale, and its product is NaN.
-  void (*round)(const float* x, int64_t stride, int count, int k, int bits, void* out);
+  // Rounds rows [begin, end) of args.x. A group with an infinity or NaN makes its whole product
+  // NaN; a group with all numbers below 2^-100 counts as zeros. Three digits: a finite row whose
+  // largest number exceeds most others by more than 2^kMaxSpread gets kUnevenRow as its first
+  // scale, and its product is NaN.
+  void (*round)(const RoundArgs& args, int begin, int end);
   // Computes columns [begin, end) of c. Each element is summed in the same order for any `rows`.
   void (*product)(const IntegerProductArgs& args, int64_t begin, int64_t end);
   // Minimum rows for repacking the codes of kIntegerTileColumns columns at a time, in the caller's
   // memory; 0: never.
   int min_tile_rows;
-
-  // True if a rounded row must be multiplied in float32.
-  bool is_uneven(const void* row) const {
-    uint32_t scale;
-    __builtin_memcpy(&scale, static_cast<const char*>(row) + digits * kIntegerChunk, sizeof(scale));
-    return digits > 1 && scale == kUnevenRow;
-  }
+  int code_bytes = 1;     // of a repacked code
+  RowBlockLayout blocks;  // of so many rows
 
   bool uses_tiles(int rows) const { return min_tile_rows > 0 && rows >= min_tile_rows; }
 
+  bool uses_blocks(int rows) const { return blocks.digit_bytes > 0 && uses_tiles(rows); }
+
   int64_t row_bytes(int k) const { return int64_t(num_integer_chunks(k)) * chunk_bytes; }
+
+  // Bytes of `rows` rounded rows.
+  int64_t rounded_bytes(int rows, int k) const {
+    return uses_blocks(rows) ? (rows + kRowBlock - 1) / kRowBlock * blocks.bytes(k)
+                             : rows * row_bytes(k);
+  }
+
+  // True if one of `rows` rounded rows must be multiplied in float32.
+  bool is_uneven(const void* rounded, int row, int rows, int k) const {
+    int64_t at = uses_blocks(rows) ? row / kRowBlock * blocks.bytes(k) + blocks.digit_bytes +
+                                         row % kRowBlock * int64_t(sizeof(float))
+                                   : row * row_bytes(k) + digits * kIntegerChunk;
+    uint32_t scale;
+    __builtin_memcpy(&scale, static_cast<const char*>(rounded) + at, sizeof(scale));
+    return digits > 1 && scale == kUnevenRow;
+  }
 
   int64_t num_scratch_floats(int rows, const WeightView& w) const {
     if (!uses_tiles(rows)) {
       return 0;
     }
-    int64_t codes = int64_t(num_integer_chunks(w.k)) * kIntegerChunk / int64_t(sizeof(float));
-    return (codes + 2 * (w.k / w.group_size)) * kIntegerTileColumns;
+    int64_t codes = int64_t(num_integer_chunks(w.k)) * kIntegerChunk * code_bytes;
+    return (codes / int64_t(sizeof(float)) + 2 * (w.k / w.group_size)) * kIntegerTileColumns;
   }
 };
 

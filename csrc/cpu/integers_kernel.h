@@ -197,9 +197,22 @@ inline int group_shift(int group_size) {
   return group_size == 32 ? 0 : group_size == 64 ? 1 : 2;
 }
 
+// Sums that a group's products take: with 8-bit weights the lowest of three digits has its own.
+template <int Bits, int Digits>
+constexpr int kIntegerSums = Bits > 4 && Digits > 1 ? 2 : 1;
+
+inline VecF whole_sum(const VecI (&sums)[1]) {
+  return to_float((VecU)sums[0]);
+}
+
+inline VecF whole_sum(const VecI (&sums)[2]) {
+  return to_float((VecU)sums[0]) * 256.0f + to_float((VecU)sums[1]);
+}
+
 // Computes up to four columns; missing ones repeat the last.
 template <int Bits, int Digits, int Rows>
 inline void integer_block(const IntegerProductArgs& args, int row, int64_t column, int columns) {
+  constexpr int kSums = kIntegerSums<Bits, Digits>;
   constexpr int kBytes = kIntegerChunk * Bits / 8;
   const WeightView& w = args.weights;
   const int groups = w.k / w.group_size;
@@ -260,19 +273,25 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
       const VecF bias = biases.of(first, part, shift);
       for (int i = 0; i < Rows; i++) {
         const auto& xc = x[int64_t(i) * chunks + c];
-        VecI products[kBlockOfColumns] = {};
+        VecI products[kSums][kBlockOfColumns] = {};
         for (int d = 0; d < Digits; d++) {
           const int8_t* digits = xc.digits[d] + part * 4 * kWidth;
           const VecU8 x_low = load_as<VecU8>(digits);
           const VecU8 x_high = load_as<VecU8>(digits + kIntegerChunk / 2);
+          const int of = d < 2 ? 0 : kSums - 1;
+          const bool shifts = d > 0 && (kSums == 1 || d < 2);
           for (int j = 0; j < kBlockOfColumns; j++) {
-            const VecI before = products[j] << (d > 0 ? 8 : 0);
-            products[j] =
-                add_products<Bits>(add_products<Bits>(before, low[j], x_low), high[j], x_high);
+            VecI& sum = products[of][j];
+            const VecI before = sum << (shifts ? 8 : 0);
+            sum = add_products<Bits>(add_products<Bits>(before, low[j], x_low), high[j], x_high);
           }
         }
-        const VecI total = sum_columns(products[0], products[1], products[2], products[3]);
-        const VecF scaled = to_float((VecU)total) * load(xc.scales + part * kWidth);
+        VecI totals[kSums];
+        for (int s = 0; s < kSums; s++) {
+          const VecI(&of)[kBlockOfColumns] = products[s];
+          totals[s] = sum_columns(of[0], of[1], of[2], of[3]);
+        }
+        const VecF scaled = whole_sum(totals) * load(xc.scales + part * kWidth);
         sums[i][part] += scaled * scale;
         sums[i][part] += load(xc.sums + part * kWidth) * bias;
       }
@@ -391,14 +410,33 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
   return total;
 }
 
+// Stores the lowest eight bits of a group's integers, in the order of IntegerChunk.
+inline void store_digits(
+    const VecI (&integers)[kIntegerGroup / kWidth], int bits, int8_t* first, int8_t* second) {
+  constexpr int kHalf = kIntegerGroup / 2;
+  for (int i = 0; i < kIntegerGroup / kWidth; i++) {
+    const Bytes digits = __builtin_convertvector(integers[i], Bytes);
+    if (bits == 4) {
+      const auto pairs = load_as<BytePairs>(&digits);
+      const HalfBytes even = __builtin_convertvector(pairs, HalfBytes);
+      const HalfBytes odd = __builtin_convertvector(pairs >> 8, HalfBytes);
+      __builtin_memcpy(first + i * (kWidth / 2), &even, kWidth / 2);
+      __builtin_memcpy(second + i * (kWidth / 2), &odd, kWidth / 2);
+    } else {
+      int8_t* half = i * kWidth < kHalf ? first : second;
+      __builtin_memcpy(half + i * kWidth % kHalf, &digits, kWidth);
+    }
+  }
+}
+
 template <int Digits>
-inline void round_to_integers(
-    const float* x, int64_t stride, int count, int k, int bits, void* out) {
+inline void round_to_chunks(const RoundArgs& args, int begin, int end) {
   constexpr int kVectors = kIntegerGroup / kWidth;
   constexpr int kHalf = kIntegerGroup / 2;
-  const int chunks = num_integer_chunks(k);
-  auto to = static_cast<IntegerChunk<Digits>*>(out);
-  for (int row = 0; row < count; row++) {
+  const int chunks = num_integer_chunks(args.k);
+  auto to = static_cast<IntegerChunk<Digits>*>(args.out) + int64_t(begin) * chunks;
+  for (int row = begin; row < end; row++) {
+    const float* x = args.x + row * args.stride;
     auto first_chunk = to;
     Spread spread;
     for (int c = 0; c < chunks; c++, to++) {
@@ -407,25 +445,14 @@ inline void round_to_integers(
         float scale = 0;
         int sum = 0;
         int64_t at = int64_t(c) * kIntegerChunk + g * kIntegerGroup;
-        if (at < k) {
-          sum = round_group<Digits>(x + row * stride + at, integers, scale, spread);
+        if (at < args.k) {
+          sum = round_group<Digits>(x + at, integers, scale, spread);
         }
         for (int d = Digits; d-- > 0;) {
           int8_t* first = to->digits[d] + g * kHalf;
+          store_digits(integers, args.bits, first, first + kIntegerChunk / 2);
           for (int i = 0; i < kVectors; i++) {
-            const Bytes digits = __builtin_convertvector(integers[i], Bytes);
             integers[i] = (integers[i] + 128) >> 8;
-            if (bits == 4) {
-              const auto pairs = load_as<BytePairs>(&digits);
-              const HalfBytes even = __builtin_convertvector(pairs, HalfBytes);
-              const HalfBytes odd = __builtin_convertvector(pairs >> 8, HalfBytes);
-              __builtin_memcpy(first + i * (kWidth / 2), &even, kWidth / 2);
-              __builtin_memcpy(first + kIntegerChunk / 2 + i * (kWidth / 2), &odd, kWidth / 2);
-            } else {
-              const int half = i * kWidth / kHalf;
-              const int within = i * kWidth % kHalf;
-              __builtin_memcpy(first + half * (kIntegerChunk / 2) + within, &digits, kWidth);
-            }
           }
         }
         for (int i = 0; i < 4; i++) {

@@ -18,7 +18,7 @@ struct IntegerTile {
   static constexpr int kVectors = kIntegerTileColumns / kWidth;
   static constexpr int kUnits = 8;  // of four codes, per group
 
-  uint8_t* codes;  // [chunk, group, unit, vector, kWidth, 4]
+  uint8_t* codes;  // [group, unit, vector, kWidth, 4]
   float* scales;   // [weight group, 2: scale and bias, kIntegerTileColumns]
 
   IntegerTile(float* scratch, const WeightView& w)
@@ -26,14 +26,18 @@ struct IntegerTile {
         scales(
             scratch + int64_t(num_integer_chunks(w.k)) * kIntegerChunk * kIntegerTileColumns / 4) {}
 
-  const uint8_t* group(int chunk, int g) const {
-    constexpr int kBytes = kIntegerGroup * kIntegerTileColumns;
-    return codes + int64_t(chunk * kIntegerGroups + g) * kBytes;
+  uint8_t* at(int group, int unit, int v) const {
+    return codes + ((int64_t(group) * kUnits + unit) * kVectors + v) * 64;
   }
+
+  template <int Bits>
+  void fill(const WeightView& w, int64_t column, int columns) const;
 };
 
-template <int Bits>
-inline void fill_codes(const WeightView& w, int64_t column, int columns, const IntegerTile& tile) {
+// Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns;
+// groups past the end of k are zeros.
+template <int Bits, typename Put>
+inline void read_codes(const WeightView& w, int64_t column, int columns, const Put& put) {
   constexpr int kBytes = kIntegerChunk * Bits / 8;
   constexpr int kVectors = kBytes / 64;
   const int row_bytes = w.k * Bits / 8;
@@ -61,18 +65,17 @@ inline void fill_codes(const WeightView& w, int64_t column, int columns, const I
       transpose(low);
       transpose(high);
       for (int g = 0; g < kIntegerGroups; g++) {
-        auto to = const_cast<uint8_t*>(tile.group(c, g)) + v * 64;
         for (int i = 0; i < 4; i++) {
-          constexpr int kUnitBytes = 64 * IntegerTile::kVectors;
-          _mm512_store_si512(to + i * kUnitBytes, low[4 * g + i]);
-          _mm512_store_si512(to + (4 + i) * kUnitBytes, high[4 * g + i]);
+          put(c * kIntegerGroups + g, i, v, low[4 * g + i]);
+          put(c * kIntegerGroups + g, 4 + i, v, high[4 * g + i]);
         }
       }
     }
   }
 }
 
-inline void fill_scales(const WeightView& w, int64_t column, int columns, const IntegerTile& tile) {
+// Fills `to` [weight group, 2: scale and bias, kIntegerTileColumns].
+inline void fill_scales(const WeightView& w, int64_t column, int columns, float* to) {
   const int groups = w.k / w.group_size;
   with_type(w.dtype, [&](auto type) {
     using T = decltype(type);
@@ -89,13 +92,21 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, const 
           }
           transpose(rows);
           for (int g = 0; g < kWidth && g < left; g++) {
-            float* to = tile.scales + (int64_t(first + g) * 2 + which) * kIntegerTileColumns;
-            store(to + v * kWidth, (VecF)rows[g]);
+            float* at = to + (int64_t(first + g) * 2 + which) * kIntegerTileColumns;
+            store(at + v * kWidth, (VecF)rows[g]);
           }
         }
       }
     }
   });
+}
+
+template <int Bits>
+inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
+  read_codes<Bits>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
+    _mm512_store_si512(at(group, unit, v), read);
+  });
+  fill_scales(w, column, columns, scales);
 }
 
 template <int Bits, int Digits, int Rows>
@@ -110,7 +121,6 @@ inline void tile_rows_of(
   VecF sums[kIntegerGroups][Rows][kVectors] = {};
   for (int group = 0; group < groups; group++) {
     const int g = group % kIntegerGroups;
-    const uint8_t* codes = tile.group(group / kIntegerGroups, g);
     const auto* xg = x + group / kIntegerGroups;
     const float* scales = tile.scales + int64_t(group >> shift) * 2 * kIntegerTileColumns;
     VecI products[Rows][kVectors] = {};
@@ -123,7 +133,7 @@ inline void tile_rows_of(
       for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
         VecU8 w[kVectors];
         for (int v = 0; v < kVectors; v++) {
-          w[v] = load_as<VecU8>(codes + (unit * kVectors + v) * 64);
+          w[v] = load_as<VecU8>(tile.at(group, unit, v));
         }
         const int at = unit / 4 * (kIntegerChunk / 2) + 16 * g + 4 * (unit % 4);
         for (int i = 0; i < Rows; i++) {
@@ -163,8 +173,7 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t
   const IntegerTile tile(args.scratch, args.weights);
   for (int64_t column = begin; column < end; column += kIntegerTileColumns) {
     int columns = end - column < kIntegerTileColumns ? int(end - column) : kIntegerTileColumns;
-    fill_codes<Bits>(args.weights, column, columns, tile);
-    fill_scales(args.weights, column, columns, tile);
+    tile.fill<Bits>(args.weights, column, columns);
     int row = 0;
     for (; row + 8 <= args.rows; row += 8) {
       tile_rows_of<Bits, Digits, 8>(args, tile, row, column, columns);
@@ -213,7 +222,7 @@ inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64
 
 template <int Digits>
 constexpr IntegerKernels kIntegerKernels = {
-    sizeof(IntegerChunk<Digits>), Digits, round_to_integers<Digits>, integer_product<Digits>,
+    sizeof(IntegerChunk<Digits>), Digits, round_to_chunks<Digits>, integer_product<Digits>,
     kMinTileRows<Digits>};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -14,13 +14,18 @@ namespace mlx_paged::cpu {
 
 struct RoundedKernels {
   IntegerKernels int8;
-  // Three-digit products that replace float32 ones. `product` is null where it would be slower.
-  IntegerKernels wide;
+  // Three-digit products that replace float32 ones, for weights of 4 and of 8 bits. `product` is
+  // null where it would be slower.
+  IntegerKernels wide4;
+  IntegerKernels wide8;
   BFloatKernels bfloat;  // empty except for AVX-512 with BF16
+  // Of activations in three parts, as exact as float32 products. Empty except for AMX.
+  BFloatKernels wide_bfloat;
 };
 
 struct Kernels {
-  const char* simd;  // "avx512bf16", "avx512vnni", "avx512", "avx2", "baseline", "neon"
+  // "amx", "avx512bf16", "amx_emulated", "avx512vnni", "avx512", "avx2", "baseline", "neon"
+  const char* simd;
   AttentionKernels attention;
   PoolKernels pool;
   LayerKernels layer;
@@ -35,6 +40,8 @@ extern const Kernels kAvx512Kernels;
 // Tables for rounded products; kAvx512Kernels supplies the rest.
 extern const RoundedKernels kAvx512VnniKernels;
 extern const RoundedKernels kAvx512Bf16Kernels;
+extern const RoundedKernels kAmxKernels;
+extern const RoundedKernels kAmxEmulatedKernels;
 #endif
 
 // Returns the kernels that multiply such activations and weights as integers, or null.

@@ -24,7 +24,7 @@ const Kernels MLX_PAGED_KERNELS = {
      MLX_PAGED_ISA::greedy, MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus, MLX_PAGED_ISA::lora},
     {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMaxProductRows,
      MLX_PAGED_ISA::kMaxPackedRows},
-    {MLX_PAGED_ISA::kIntegerKernels<1>, {}, {}},
+    {MLX_PAGED_ISA::kIntegerKernels<1>, {}, {}, {}, {}},
 };
 
 }  // namespace mlx_paged::cpu

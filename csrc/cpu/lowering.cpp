@@ -220,10 +220,12 @@ Projection CpuLowering::projection_of(const GraphNode& node) {
 // Rounds the rows of x once for all products with the same rounding.
 View CpuLowering::as_integers(
     const View& x, const WeightView& weight, const IntegerKernels& integers) {
-  int floats = int(integers.row_bytes(weight.k) / sizeof(float));
+  int rows = int(x.rows());
+  int64_t row_bytes = (integers.rounded_bytes(rows, weight.k) + rows - 1) / rows;
+  int floats = int((row_bytes + int64_t(sizeof(float)) - 1) / int64_t(sizeof(float)));
   auto [found, is_new] = rounded_.try_emplace(
-      {x.buffer, x.offset, x.strides[0], x.rows(), weight.k, weight.bits, integers.chunk_bytes},
-      View{int(executable_.buffers_.size()), 0, {int(x.rows()), floats}, {floats, 1}});
+      {x.buffer, x.offset, x.strides[0], rows, weight.k, weight.bits, integers.chunk_bytes},
+      View{int(executable_.buffers_.size()), 0, {rows, floats}, {floats, 1}});
   View to = found->second;
   if (!is_new) {
     return to;
@@ -231,12 +233,13 @@ View CpuLowering::as_integers(
   add_buffer(
       {.kind = Buffer::Kind::temporary,
        .row_size = floats,
-       .bytes = x.rows() * floats * int64_t(sizeof(float))});
+       .bytes = int64_t(rows) * floats * int64_t(sizeof(float))});
   add_row_task(
       to, {x}, {},
-      [x, to, k = weight.k, bits = weight.bits, round = integers.round](
+      [x, to, rows, k = weight.k, bits = weight.bits, round = integers.round](
           const Bases& bases, int64_t begin, int64_t end) {
-        round(x.row(bases, begin), x.strides[0], int(end - begin), k, bits, to.row(bases, begin));
+        round(
+            {x.row(bases, 0), x.strides[0], rows, k, bits, to.row(bases, 0)}, int(begin), int(end));
       });
   return to;
 }

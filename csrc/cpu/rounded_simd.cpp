@@ -1,8 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Products of rounded activations for instruction sets with additional instructions for them.
-// Compiled like kernels_simd.cpp.
+// Compiled like kernels_simd.cpp. For AMX, CMake also names the class of tiles (MLX_PAGED_TILES).
 
+#if defined(MLX_PAGED_TILES)
+#include "amx_bfloat_kernel.h"
+#include "amx_integers_kernel.h"
+#endif
 #if defined(__AVX512BF16__)
 #include "bfloat_kernel.h"
 #endif
@@ -12,11 +16,23 @@
 namespace mlx_paged::cpu {
 
 const RoundedKernels MLX_PAGED_KERNELS = {
+#if defined(MLX_PAGED_TILES)
+    MLX_PAGED_ISA::kAmxKernelsOf<4, 1, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+    MLX_PAGED_ISA::kAmxKernelsOf<4, 3, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+    MLX_PAGED_ISA::kAmxKernelsOf<8, 3, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+#else
     MLX_PAGED_ISA::kIntegerKernels<1>,
     MLX_PAGED_ISA::kIntegerKernels<3>,
-#if defined(__AVX512BF16__)
+    {},
+#endif
+#if defined(MLX_PAGED_TILES)
+    MLX_PAGED_ISA::kAmxBFloatKernels<1, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+    MLX_PAGED_ISA::kAmxBFloatKernels<3, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+#elif defined(__AVX512BF16__)
     {MLX_PAGED_ISA::round_bfloat, MLX_PAGED_ISA::bfloat_product},
+    {},
 #else
+    {},
     {},
 #endif
 };

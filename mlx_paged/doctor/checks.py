@@ -84,6 +84,7 @@ def check(
         yield _steps(outcomes.get(jobs.STEPS))
         yield from _calibration(outcomes.get(jobs.CALIBRATE) or outcomes.get(jobs.CALIBRATION))
         yield _threads(machine, int(build["num_threads"]))
+        yield from _amx(build["amx"])
     yield from _mac(machine)
     yield from _nvidia(machine, software)
     yield _memory(outcomes.get(jobs.MEMORY), fits, machine)
@@ -281,6 +282,14 @@ def _threads(machine: Machine, threads: int) -> Finding:
             found += " (CPU quota of the control group)"
     expected = "no more threads than this process gets CPUs"
     return _judged(threads <= most, "threads", expected, found, f"set MLX_PAGED_NUM_THREADS={most}")
+
+
+def _amx(status: str) -> Iterator[Finding]:
+    """Warns if the processor has AMX tiles that this process may not use."""
+    if status != "no":
+        expected = "the processor's AMX tiles can be used"
+        remedy = "allow arch_prctl in the container's seccomp profile, on Linux 5.16 or later"
+        yield _judged(status == "yes", "AMX", expected, status, remedy)
 
 
 def _mac(machine: Machine) -> Iterator[Finding]:

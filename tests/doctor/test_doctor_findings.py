@@ -240,6 +240,17 @@ def test_more_threads_than_the_quota_gives() -> None:
     assert found.remedy == "set MLX_PAGED_NUM_THREADS=2"
 
 
+def test_amx_that_a_container_refuses() -> None:
+    refusal = "arch_prctl(ARCH_REQ_XCOMP_PERM) failed with Operation not permitted"
+    examination = examined(told=answers(build={"amx": refusal}))
+    assert bad(examination) == {"AMX": WARNING}
+    assert finding(examination, "AMX").found == refusal
+    assert "seccomp" in finding(examination, "AMX").remedy
+    used = examined(told=answers(build={"simd": "amx", "amx": "yes"}))
+    assert (bad(used), finding(used, "AMX").found) == ({}, "yes")
+    assert not any(found.check == "AMX" for found in examined(told=answers()).findings)
+
+
 def test_rosetta() -> None:
     captures = machines.mac("Apple M2", 8, 8 * GIB, translated=True)
     found = finding(examined(captures, MAC, METAL), "native Python")

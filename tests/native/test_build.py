@@ -45,6 +45,7 @@ def test_build_info_names_everything_that_a_bug_report_needs() -> None:
         "compiler",
         "backends",
         "simd",
+        "amx",
         "num_threads",
         "blas",
     }
@@ -54,7 +55,7 @@ def test_build_info_names_everything_that_a_bug_report_needs() -> None:
     assert info["mlx_lm_version"] == metadata.version("mlx-lm")
     assert info["nanobind_version"] == NANOBIND_VERSION
     assert "cpu" in info["backends"].split()
-    x86 = ("avx512bf16", "avx512vnni", "avx512", "avx2", "baseline")
+    x86 = ("amx", "amx_emulated", "avx512bf16", "avx512vnni", "avx512", "avx2", "baseline")
     assert info["simd"] in (*x86, "neon")
     assert re.match(r"(gcc|clang) \d+\.\d+", info["compiler"])
     assert int(info["num_threads"]) >= 1

@@ -180,32 +180,40 @@ def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
 
 # --- Three digits ---------------------------------------------------------------------------------
 
-HAS_DIGITS = build_info()["simd"] in ("avx512vnni", "avx512bf16")
+# Bits of the weights whose products of float activations are not in float32.
+DIGIT_BITS = {
+    "avx512vnni": (4,), "avx512bf16": (4,), "amx_emulated": (4, 8), "amx": (4, 8)
+}.get(build_info()["simd"], ())  # fmt: skip
 needs_digits = pytest.mark.skipif(
-    not HAS_DIGITS, reason="products of float activations are in float32 with these kernels"
+    not DIGIT_BITS, reason="products of float activations are in float32 with these kernels"
 )
 MOST = 2**22  # of an integer
 
 
-def multiply_floats(x: Floats | mx.array, arrays: list[mx.array], group: int) -> mx.array:
+def multiply_floats(
+    x: Floats | mx.array, arrays: list[mx.array], bits: int, group: int
+) -> mx.array:
     given = x if isinstance(x, mx.array) else mx.array(x.astype(np.float32))
-    return ops.quantized_linear(given, *arrays, group_size=group, bits=4)
+    return ops.quantized_linear(given, *arrays, group_size=group, bits=bits)
 
 
 @needs_digits
+@pytest.mark.parametrize("bits", DIGIT_BITS)
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_integers_of_22_bits_are_multiplied_as_they_are(rng, group: int) -> None:
+def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: int) -> None:
     """Against sums of integers: what is left are roundings of whole groups' results."""
     for n, groups in SHAPES:
         k = groups * group
-        arrays = quantised(rng, n, k, "affine", 4, group, mx.float32)
+        arrays = quantised(rng, n, k, "affine", bits, group, mx.float32)
         arrays[1] = mx.ones_like(arrays[1])
         arrays[2] = mx.zeros_like(arrays[2])
-        codes = dequantised(arrays, "affine", 4, group)
+        codes = dequantised(arrays, "affine", bits, group)
         for rows in ROWS:
             integers = rng.integers(-MOST + 1, MOST, (rows, k)).astype(np.float64)
             scales = np.repeat(2.0 ** rng.integers(-3, 4, (rows, k // ROUNDED)), ROUNDED, axis=1)
-            got = np.array(multiply_floats(integers * scales, arrays, group)).astype(np.float64)
+            got = np.array(multiply_floats(integers * scales, arrays, bits, group)).astype(
+                np.float64
+            )
             sums = (integers * scales).reshape(rows, 1, -1, ROUNDED) * codes.reshape(
                 1, n, -1, ROUNDED
             )
@@ -214,41 +222,45 @@ def test_integers_of_22_bits_are_multiplied_as_they_are(rng, group: int) -> None
 
 
 @needs_digits
+@pytest.mark.parametrize("bits", DIGIT_BITS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 40])
-def test_the_largest_sums_of_22_bits_fit(rows: int) -> None:
+def test_the_largest_sums_of_22_bits_fit(bits: int, rows: int) -> None:
     n, k = 35, 128
     arrays = [
-        mx.full((n, k // 8), 0xFFFFFFFF, mx.uint32),
+        mx.full((n, k * bits // 32), 0xFFFFFFFF, mx.uint32),
         mx.ones((n, k // 64)),
         mx.full((n, k // 64), 2.0),
     ]
     # (The first is rounded up, to the largest integer that there is.)
     for value in (MOST - 0.25, MOST - 1, -MOST + 0.25, 2**21, -(2**21), 128 - MOST, 2**22 - 2**15):
-        got = np.array(multiply_floats(np.full((rows, k), float(value)), arrays, 64))
-        np.testing.assert_allclose(got, value * k * 17, rtol=3e-7)
+        got = np.array(multiply_floats(np.full((rows, k), float(value)), arrays, bits, 64))
+        np.testing.assert_allclose(got, value * k * (2**bits + 1), rtol=3e-7)
 
 
 @needs_digits
-def test_errors_are_like_those_of_float32(rng) -> None:
+@pytest.mark.parametrize("bits", DIGIT_BITS)
+def test_errors_are_like_those_of_float32(rng, bits: int) -> None:
     for k, spread in ((576, 0), (2048, 0), (2048, 8), (8192, 4)):
-        arrays = quantised(rng, 40, k, "affine", 4, 64, mx.bfloat16)
-        weight = dequantised(arrays, "affine", 4, 64)
+        arrays = quantised(rng, 40, k, "affine", bits, 64, mx.bfloat16)
+        weight = dequantised(arrays, "affine", bits, 64)
         x = rng.standard_normal((36, k)) * 2.0 ** rng.integers(-spread, spread + 1, (36, k))
         x = x.astype(np.float32).astype(np.float64)
-        error = np.array(multiply_floats(x, arrays, 64)).astype(np.float64) - x @ weight.T
+        error = np.array(multiply_floats(x, arrays, bits, 64)).astype(np.float64) - x @ weight.T
         # float32 sums have 1e-7 to 4e-7, int8 5e-3.
         assert np.sqrt((error**2).mean()) < 1.5e-6 * np.sqrt(((x @ weight.T) ** 2).mean())
 
 
 @needs_digits
+@pytest.mark.parametrize("bits", DIGIT_BITS)
 @pytest.mark.parametrize("every", [2048, 32], ids=["one", "in_every_group"])
-def test_large_activations_take_no_digits_from_the_others(rng, every: int) -> None:
+def test_large_activations_take_no_digits_from_the_others(rng, bits: int, every: int) -> None:
     """Weights are small where they are, as where a model has learned to live with them."""
     k, others = 2048, rng.standard_normal((70, 2048))
     is_large = np.arange(k) % every == 3
     # Weights that float32 holds as they are, with or without FMA.
     codes = np.where(is_large, 8, rng.integers(0, 16, (40, k))).astype(np.uint32)
-    words = (codes.reshape(40, -1, 8) << 4 * np.arange(8, dtype=np.uint32)).sum(axis=-1)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    words = (codes.reshape(40, -1, len(shifts)) << shifts).sum(axis=-1)
     groups = (40, k // 64)
     arrays = [mx.array(words.astype(np.uint32)), mx.full(groups, 1 / 32), mx.full(groups, -8 / 32)]
     mx.eval(arrays)
@@ -257,7 +269,7 @@ def test_large_activations_take_no_digits_from_the_others(rng, every: int) -> No
         # Other rows of the step have none.
         x = np.where(is_large & (np.arange(70)[:, None] % 3 < 2), large, others)
         x = x.astype(np.float32).astype(np.float64)
-        whole = np.array(multiply_floats(x, arrays, 64))
+        whole = np.array(multiply_floats(x, arrays, bits, 64))
         error, expected = whole - x @ exact.T, x @ exact.T
         worst = np.sqrt((error**2).mean(axis=1) / (expected**2).mean(axis=1)).max()
         assert worst < (4e-6 if every == k else 4e-5), (large, worst)
@@ -266,41 +278,45 @@ def test_large_activations_take_no_digits_from_the_others(rng, every: int) -> No
         for rows in (1, 2, 3, 5, 8, 9, 31, 33, 64):
             for first in (0, 70 - rows):
                 part = x[first : first + rows]
-                got = np.array(multiply_floats(part, arrays, 64))
+                got = np.array(multiply_floats(part, arrays, bits, 64))
                 assert np.array_equal(got, whole[first : first + rows]), (large, rows)
 
 
 @needs_digits
+@pytest.mark.parametrize("bits", DIGIT_BITS)
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_a_row_of_digits_does_not_depend_on_the_others(rng, group: int) -> None:
+def test_a_row_of_digits_does_not_depend_on_the_others(rng, bits: int, group: int) -> None:
     k = 1152 - (0 if group == 128 else group)
-    arrays = quantised(rng, 37, k, "affine", 4, group, mx.bfloat16)
+    arrays = quantised(rng, 37, k, "affine", bits, group, mx.bfloat16)
     x = mx.array(rng.standard_normal((300, k)).astype(np.float32))
-    whole = np.array(multiply_floats(x, arrays, group))
+    whole = np.array(multiply_floats(x, arrays, bits, group))
     for rows in (1, 2, 3, 4, 5, 8, 13, 31, 32, 33, 35, 64, 65, 256, 299):
-        assert np.array_equal(np.array(multiply_floats(x[:rows], arrays, group)), whole[:rows])
+        assert np.array_equal(
+            np.array(multiply_floats(x[:rows], arrays, bits, group)), whole[:rows]
+        )
 
 
 @needs_digits
+@pytest.mark.parametrize("bits", DIGIT_BITS)
 @pytest.mark.parametrize("rows", [2, 40])
-def test_digits_of_numbers_at_the_ends_of_their_range(rng, rows: int) -> None:
-    arrays = quantised(rng, 9, 256, "affine", 4, 64, mx.float32)
-    weight = dequantised(arrays, "affine", 4, 64)
+def test_digits_of_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
+    arrays = quantised(rng, 9, 256, "affine", bits, 64, mx.float32)
+    weight = dequantised(arrays, "affine", bits, 64)
     clean = rng.standard_normal((rows, 256)).astype(np.float32)
-    expected = np.array(multiply_floats(clean, arrays, 64))
+    expected = np.array(multiply_floats(clean, arrays, bits, 64))
     for value in (np.nan, np.inf, -np.inf):
         x = clean.copy()
         x[1, 100] = value
-        got = np.array(multiply_floats(x, arrays, 64))
+        got = np.array(multiply_floats(x, arrays, bits, 64))
         assert np.isnan(got[1]).all()
         np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(expected, 1, 0))
     for value in (0.0, 1e-45, 2.0**-101):
         x = np.full((rows, 256), value)
-        assert (np.array(multiply_floats(x, arrays, 64)) == 0).all()
+        assert (np.array(multiply_floats(x, arrays, bits, 64)) == 0).all()
     for value in (2.0**-98, 2.0**90):
         x = (clean * value).astype(np.float32).astype(np.float64)
         x[:, ::32] = value * 4  # no group is below 2^-100
-        assert_near(multiply_floats(x, arrays, 64), x, weight)
+        assert_near(multiply_floats(x, arrays, bits, 64), x, weight)
 
 
 # --- bfloat16 -------------------------------------------------------------------------------------
@@ -376,6 +392,56 @@ def test_a_column_of_bfloat16_that_is_no_number_stays_alone(rng, k: int) -> None
     np.testing.assert_array_equal(got[:, ::2], expected[:, ::2])
 
 
+# --- bfloat16 weights with float activations, in three parts --------------------------------------
+
+needs_parts = pytest.mark.skipif(
+    build_info()["simd"] not in ("amx", "amx_emulated"), reason="these kernels multiply in float32"
+)
+
+
+@needs_parts
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 17), (33, 1025), (70, 2048)])
+def test_activations_in_parts_lose_no_bit(rng, n: int, k: int) -> None:
+    weight = mx.array(rng.standard_normal((n, k))).astype(mx.bfloat16)
+    mx.eval(weight)
+    for rows in (65, 80, 97, 300):
+        x = rng.standard_normal((rows, k)) * 2.0 ** rng.integers(-12, 12, (rows, k))
+        x = x.astype(np.float32)
+        got = np.array(ops.linear(mx.array(x), weight)).astype(np.float64)
+        expected = x.astype(np.float64) @ exact(weight).T
+        allowed = np.abs(x).astype(np.float64) @ np.abs(exact(weight)).T
+        # A missing third part would take 4e-6.
+        assert (np.abs(got - expected) <= 1e-6 * allowed).all()
+
+
+@needs_parts
+def test_a_row_in_parts_does_not_depend_on_the_others(rng) -> None:
+    weight = mx.array(rng.standard_normal((37, 1030))).astype(mx.bfloat16)
+    mx.eval(weight)
+    x = rng.standard_normal((300, 1030)).astype(np.float32)
+    whole = np.array(ops.linear(mx.array(x), weight))
+    for rows in (65, 79, 96, 256, 299):
+        for first in (0, 300 - rows):
+            got = np.array(ops.linear(mx.array(x[first : first + rows]), weight))
+            assert np.array_equal(got, whole[first : first + rows]), rows
+    # Ordered rows are summed as they are alone.
+    got = np.array(ops.linear(mx.array(x), weight, by_rows=70))
+    alone = np.concatenate([np.array(ops.linear(mx.array(row[None]), weight)) for row in x[:70]])
+    assert np.array_equal(got[:70], alone) and np.array_equal(got[70:], whole[70:])
+    for value in (np.nan, np.inf, -np.inf, 3e38):
+        changed = x.copy()
+        changed[7, 50] = value
+        got = np.array(ops.linear(mx.array(changed), weight))
+        np.testing.assert_array_equal(np.delete(got, 7, 0), np.delete(whole, 7, 0))
+        sums = changed[7].astype(np.float64) @ exact(weight).T
+        if np.isnan(value):
+            assert np.isnan(got[7]).all()
+        else:
+            fits = np.abs(sums) <= np.finfo(np.float32).max
+            np.testing.assert_array_equal(np.isfinite(got[7]), fits)
+            assert (np.sign(got[7]) == np.sign(sums)).all()
+
+
 # --- Names and instruction sets -------------------------------------------------------------------
 
 
@@ -397,4 +463,9 @@ def test_an_unknown_name_is_refused(rng, name: str) -> None:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("simd", ["avx512vnni", "avx512", "avx2", "baseline"])
 def test_rounded_products_in_a_process_of(simd: str) -> None:
-    run_in_process_of(simd, 4, [__file__], "not in_a_process_of")
+    run_in_process_of(simd, 4, [__file__], "not in_a_process")
+
+
+def test_tiles_in_a_process_of_their_own() -> None:
+    """The kernels for AMX, also where the processor has none."""
+    run_in_process_of("amx_emulated", 4, [__file__], "not in_a_process")

@@ -38,6 +38,11 @@ STEPS = (
     "mlxs_own or outlives or many_axes or lookups or gemma3_text or mixtral or int4 or they_round"
 )
 
+OPERATIONS = (
+    *("paged_attention", "write_kv", "copy_blocks", "gather_kv", "format_pairs", "layer_ops"),
+    *("rounded_products", "token_bitmask", "experts", "program_rows"),
+)
+
 # Reads outside of a pool of two blocks, by an id that nothing checks here.
 FAULT = """
 import support.sanitized_plugin, mlx.core as mx
@@ -81,13 +86,15 @@ def test_ci_has_the_sanitized_extension() -> None:
 
 @pytest.mark.one_in(16)
 @needs_sanitizers
-@pytest.mark.parametrize("which", [0, -1], ids=["widest", "narrowest"])
-def test_the_operations_pass_under_sanitizers(which) -> None:
-    simd = instruction_sets()[which]
-    names = (
-        *("paged_attention", "write_kv", "copy_blocks", "gather_kv", "format_pairs", "layer_ops"),
-        *("rounded_products", "token_bitmask", "experts", "program_rows"),
-    )
+@pytest.mark.parametrize("which", ["widest", "narrowest", "amx_emulated"])
+def test_the_operations_pass_under_sanitizers(which: str) -> None:
+    names, simd = OPERATIONS, which
+    if which == "amx_emulated":  # has kernels of its own for products alone
+        names = ("rounded_products",)
+        if simd not in instruction_sets():
+            pytest.skip(f"this processor has {', '.join(instruction_sets())}")
+    else:
+        simd = instruction_sets()[0 if which == "widest" else -1]
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin", "--hypothesis-profile=sanitized", "-k", SELECTED),

@@ -31,6 +31,7 @@ BUILD = {
     "backends": "cpu",
     "compiler": "gcc 12.2.0",
     "simd": "avx512",
+    "amx": "no",
     "num_threads": "1",
     "blas": "OpenBLAS (scipy-openblas32 0.3.34)",
 }
