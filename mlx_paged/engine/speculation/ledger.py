@@ -4,11 +4,11 @@ from __future__ import annotations
 
 # Share of all steps that drafts may lose, and steps that they may lose before that adds up.
 _SHARE = 0.01
-_ADVANCE = 4.0
+_ADVANCE = 2.0
 # Saved steps that later drafts may lose again.
 _MOST = 16.0
 # Balance at which drafts may begin again after they used it up.
-_ENOUGH = 2.0
+_ENOUGH = 1.0
 
 
 class Ledger:
@@ -17,7 +17,7 @@ class Ledger:
     The choice of drafts trusts measured costs and past acceptance. If these are wrong, for example
     because the machine does other work now, drafts lose time. Once they have lost what they had
     saved and what they may lose, they end until enough time has passed. So all steps together take
-    at most 1% longer than without drafts, and four steps, and whatever the last step with drafts
+    at most 1% longer than without drafts, and two steps, and whatever the last step with drafts
     took longer than expected.
     """
 
