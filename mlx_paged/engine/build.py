@@ -18,6 +18,7 @@ from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.lora.files import Adapter, read_adapter
+from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.lora.store import AdapterStore
 from mlx_paged.engine.media import StepMediaBuilder
 from mlx_paged.engine.offload.identity import identity_of
@@ -199,8 +200,8 @@ def build_engine(
     memory.limit_run_ahead(platform)
     if warm_up.is_needed(config, platform):
         for each in runners:
-            adapter = default_adapter if each is runner else None
-            warm_up.warm_up(each, config, max_model_len, on_kernel, adapter)
+            own = (default_adapter, _named_adapters(config, adapters)) if each is runner else ()
+            warm_up.warm_up(each, config, max_model_len, on_kernel, *own)
     if assistant is not None:
         assistant.windows = runner.windows
         assistant.measure()
@@ -312,6 +313,18 @@ def _adapters(
     rank = -(-rank // RANK_STEP) * RANK_STEP
     paged.enable_adapters(config.num_adapter_slots, rank, config.lora_dtype)
     return store, default
+
+
+def _named_adapters(config: EngineConfig, store: AdapterStore | None) -> list[Adapter]:
+    """Reads the adapters whose steps are prepared.
+
+    Raises:
+        AdapterError, InvalidParameterError: See `AdapterStore.get`.
+    """
+    if store is None:
+        return []
+    paths = dict.fromkeys(config.warm_up_loras)
+    return [store.get(LoRARequest(Path(p).name, i, p)) for i, p in enumerate(paths, 1)]
 
 
 def _set_kv_format(paged: PagedModel, config: EngineConfig) -> None:

@@ -140,6 +140,8 @@ class EngineConfig:
         max_cpu_loras: Maximum adapters kept in main memory; None: max_loras.
         adapter_path: Directory of an adapter for all requests that name none (mlx-lm's name). Its
             rank may exceed max_lora_rank.
+        warm_up_loras: Directories of adapters that requests will name. On a GPU, the engine
+            prepares their steps when it starts.
     """
 
     runner: str = "auto"
@@ -191,6 +193,7 @@ class EngineConfig:
     lora_dtype: str = "auto"
     max_cpu_loras: int | None = None
     adapter_path: str | Path | None = None
+    warm_up_loras: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
@@ -365,6 +368,9 @@ class EngineConfig:
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise InvalidParameterError("adapter_path", "None or a directory", path)
         object.__setattr__(self, "adapter_path", None if path is None else str(path))
+        if self.warm_up_loras and not self.enable_lora:
+            expected = "empty unless enable_lora is True"
+            raise InvalidParameterError("warm_up_loras", expected, self.warm_up_loras)
 
     def _check_ranks(self) -> None:
         if self.pipeline_parallel_size != 1:

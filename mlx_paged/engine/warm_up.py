@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -103,21 +103,28 @@ def warm_up(
     config: EngineConfig,
     max_context_len: int | None,
     on_step: OnStep | None = None,
-    adapter: Adapter | None = None,
+    default: Adapter | None = None,
+    named: Sequence[Adapter] = (),
 ) -> int:
     """Runs the steps in the runner's pools, which no request uses yet. Returns the number of kinds.
+
+    Steps with adapters are programs of their own, the same ones for all adapters. An adapter that
+    changes another layer replaces them, so all adapters are loaded first.
 
     A step that fails is skipped with a warning, because the engine works without it.
 
     Args:
         max_context_len: Maximum tokens of a sequence; None means no limit.
         on_step: Called before each kind of steps, and after the last.
-        adapter: The adapter of requests that name none. Steps with adapters are programs of their
-            own, and no others are needed then.
+        default: The adapter of requests that name none; no step is without an adapter then.
+        named: Adapters that requests may name.
     """
     start = time.perf_counter()
-    wanted = kinds(config, max_context_len, with_cuda=runner.model.platform.has_cuda)
-    for done, kind in enumerate(wanted):
+    _load(runner, named if default is None else [*named, default])
+    adapters = [default] if default is not None else [None, *named[-1:]]
+    shapes = kinds(config, max_context_len, with_cuda=runner.model.platform.has_cuda)
+    wanted = [(kind, adapter) for adapter in adapters for kind in shapes]
+    for done, (kind, adapter) in enumerate(wanted):
         if on_step is not None:
             on_step(done, len(wanted))
         try:
@@ -130,6 +137,15 @@ def warm_up(
     runner.reset()
     logger.info("warmed up in %.1f s", time.perf_counter() - start)
     return len(wanted)
+
+
+def _load(runner: ModelRunner, adapters: Sequence[Adapter]) -> None:
+    """Runs a step with each adapter, which loads it. The last one stays."""
+    for adapter in adapters:
+        try:
+            runner.read(runner.launch(_step(runner, Kind(1), 0, adapter), None))
+        except Exception as error:
+            logger.warning("%r could not be prepared: %s", adapter.name, reason_of(error))
 
 
 def _run(runner: ModelRunner, kind: Kind, adapter: Adapter | None) -> None:

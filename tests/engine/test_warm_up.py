@@ -16,11 +16,12 @@ from support.models import embedded_twin
 from support.platforms import platform_with
 from support.reference import ON_GPU
 
-from mlx_paged import LLM, SamplingParams, ops
+from mlx_paged import LLM, LoRARequest, SamplingParams, ops
 from mlx_paged.engine import warm_up
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.warm_up import Kind, batch_sizes, kinds
+from mlx_paged.model.lora import AdapterLayers
 from mlx_paged.model.paged_model import PagedModel
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -141,6 +142,44 @@ def test_the_adapter_of_all_requests_is_in_the_steps(
     assert launched and all(slots == {1} for slots in launched) and loads == [1]
     assert answers(llm) == expected
     assert loads == [1], "requests find the adapter in its slot"
+
+
+def test_named_adapters_are_prepared_beside_steps_without_one(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Adapters of different layers, more than slots: no request makes a program any more."""
+    paths = []
+    for i, name in enumerate(("q_proj", "down_proj")):
+        layers = random_layers(embedded_twin().model, i, names=[name])
+        paths.append(write_mlx(tmp_path / name, layers))
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 40, "block_size": 8, "max_num_seqs": 1, "enable_lora": True,
+        "max_loras": 1,
+    }  # fmt: skip
+    requests = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)]
+
+    def told(llm: LLM) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=6)
+        each = [llm.generate(["def f("], params, lora_request=r)[0] for r in (None, *requests)]
+        return [answer.outputs[0].token_ids for answer in each]
+
+    expected = told(LLM(embedded_twin(), **options, enforce_eager=True))
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    outdated: list[bool] = []
+    load = AdapterLayers.load
+    monkeypatch.setattr(
+        AdapterLayers,
+        "load",
+        lambda self, slot, layers: outdated.append(load(self, slot, layers)) or outdated[-1],
+    )
+    with caplog.at_level(logging.WARNING):
+        llm = LLM(embedded_twin(), **options, warm_up_loras=[str(path) for path in paths])
+    assert "could not be prepared" not in caplog.text and outdated == [True, True]
+    graphs = llm.engine._runner.model._compiled._graphs
+    prepared = set(graphs)
+    assert prepared
+    assert told(llm) == expected and len({tuple(tokens) for tokens in expected}) == 3
+    assert not any(outdated[2:]) and set(graphs) == prepared
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3_next"])

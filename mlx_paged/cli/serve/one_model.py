@@ -54,18 +54,21 @@ class OneModel:
         """
         from mlx_paged.engine.config import EngineConfig
         from mlx_paged.server.config import generation_config_of
+        from mlx_paged.server.lora_modules import lora_modules_of
 
         engine = fields_of(EngineConfig, options)
         engine["pooler_config"] = _pooler_config(options)
         engine["kv_cache_dtype_skip_layers"] = options.kv_cache_dtype_skip_layers or ()
         for name in _JSON_OBJECTS:
             engine[name] = _json_object(name, getattr(options, name))
+        modules = lora_modules_of(options.lora_modules or ())
+        if modules and not options.enable_lora:
+            expected = "given with --enable-lora"
+            raise InvalidParameterError("lora_modules", expected, options.lora_modules)
+        engine["warm_up_loras"] = tuple(module.path for module in modules)
         checked = EngineConfig(**engine)
         if options.max_model_len is not None:
             checked.scheduler_config(options.max_model_len)
-        if options.lora_modules and not options.enable_lora:
-            expected = "given with --enable-lora"
-            raise InvalidParameterError("lora_modules", expected, options.lora_modules)
         config = _server_config(model, options, server)
         return cls(
             model, options.dtype, engine, config, generation_config_of(options.generation_config)
