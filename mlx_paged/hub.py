@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ _MIB = 1 << 20
 # The number of a part of a GGUF model, and the names of towers in files of their own.
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _PROJECTOR = "mmproj"
+# The end of the name of a file of which a download got only a part.
+_PART = ".incomplete"
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,18 @@ class Download:
 
     Attributes:
         revision: The commit.
+        include: Patterns of the names of its files.
         num_files: Number of files.
+        size: Bytes of all files.
         weight_bytes: Bytes of the weights among them.
         missing: Bytes that are not here yet.
         free: Bytes that are free on the cache's disk.
     """
 
     revision: str
+    include: tuple[str, ...]
     num_files: int
+    size: int
     weight_bytes: int
     missing: int
     free: int
@@ -132,7 +138,7 @@ def models(name: str | None = None) -> list[CachedModel]:
 
 def _parts(repo: Path) -> list[Path]:
     """Files of which a download got only a part."""
-    return list((repo / "blobs").glob("*.incomplete"))
+    return list((repo / "blobs").glob(f"*{_PART}"))
 
 
 def _begun(others: Container[str]) -> Iterator[CachedModel]:
@@ -165,6 +171,7 @@ def plan(name: str, *, revision: str | None = None, include: Sequence[str] = ())
         InvalidParameterError: No file is like `include`.
         ModelLoadError: The hub does not give it, or the disk has no room for it.
     """
+    include = tuple(include) or _needed_patterns()
     files = _snapshot(name, revision, include, dry_run=True)
     if not files:
         raise InvalidParameterError("include", "the name or pattern of a file", list(include))
@@ -176,11 +183,12 @@ def plan(name: str, *, revision: str | None = None, include: Sequence[str] = ())
     if missing and missing + RESERVE > free:
         raise ModelLoadError(
             name,
-            f"the download needs {missing // _MIB:,} MiB, and {place} has {free // _MIB:,} MiB "
-            "free, of which 1 GiB must remain: remove models (`mlx-paged rm`), or set HF_HUB_CACHE",
+            f"the download needs {missing // _MIB:,} MiB and leaves 1 GiB free, but {place} has "
+            f"{free // _MIB:,} MiB: remove models (`mlx-paged rm`), or set HF_HUB_CACHE",
         )
     weights = sum(f.file_size or 0 for f in files if f.filename.endswith(_WEIGHTS))
-    return Download(files[0].commit_hash, len(files), weights, missing, free)
+    size = sum(file.file_size or 0 for file in files)
+    return Download(files[0].commit_hash, include, len(files), size, weights, missing, free)
 
 
 def largest_gguf(name: str, most: int, *, revision: str | None = None) -> list[str]:
@@ -253,7 +261,7 @@ def pull(name: str, *, revision: str | None = None, include: Sequence[str] = ())
 def _snapshot(
     name: str, revision: str | None, include: Sequence[str], *, dry_run: bool = False
 ) -> Any:
-    patterns = list(include) or _needed_patterns()
+    patterns = list(include or _needed_patterns())
     try:
         with _progress_bars(shown=not dry_run and sys.stderr.isatty()):
             return snapshot_download(
@@ -284,10 +292,29 @@ def _progress_bars(*, shown: bool) -> Iterator[None]:
         (disable_progress_bars if was_off else enable_progress_bars)()
 
 
-def _needed_patterns() -> list[str]:
+def _needed_patterns() -> tuple[str, ...]:
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # takes seconds to import
 
-    return list(DEFAULT_ALLOW_PATTERNS)
+    return tuple(DEFAULT_ALLOW_PATTERNS)
+
+
+def stored_bytes(name: str, *, whole: bool = False) -> int:
+    """Returns the bytes of a model's files in the cache, of all revisions.
+
+    Args:
+        whole: Leave out files of which a download got only a part.
+    """
+    total = 0
+    for blob in (cache_dir() / f"models--{name.replace('/', '--')}" / "blobs").glob("*"):
+        if not (whole and blob.name.endswith(_PART)):
+            with suppress(FileNotFoundError):  # A part becomes whole.
+                total += blob.stat().st_size
+    return total
+
+
+def repository(model: CachedModel) -> Path:
+    """Returns the directory in the cache that has all revisions of a model."""
+    return model.path.parents[1] if model.revision else model.path
 
 
 def remove(chosen: Sequence[CachedModel]) -> int:

@@ -113,6 +113,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "extension",
         "descriptors",
         "gguf",
+        "hub",
         "mcp",
         "addresses",
         "parsing",

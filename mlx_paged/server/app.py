@@ -49,6 +49,7 @@ from mlx_paged.server.messages.bodies import CountBody, MessagesBody
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.ollama import answers as ollama_answers
 from mlx_paged.server.ollama import bodies as ollama_bodies
+from mlx_paged.server.ollama import changes as ollama_changes
 from mlx_paged.server.ollama import embeddings as ollama_embeddings
 from mlx_paged.server.ollama import endpoints as ollama
 from mlx_paged.server.ollama import models as ollama_models
@@ -123,7 +124,8 @@ class Operation(NamedTuple):
     @property
     def needs_runner(self) -> str | None:
         """The runner that the path needs; None: any."""
-        return "generate" if self.chunk is not None else self.runner
+        generates = self.chunk is not None and not self.of_catalog
+        return "generate" if generates else self.runner
 
 
 def _of_messages(statuses: tuple[str, ...]) -> tuple[str, ...]:
@@ -347,6 +349,16 @@ API = (
         _BODY, ollama_bodies.ShowBody, error=ollama_answers.OllamaError, of_catalog=True,
     ),
     Operation(
+        "/api/pull", "POST", ollama_changes.pull, "Fetch a model from the Hugging Face hub.",
+        ollama_answers.PullStatus, (*_BODY, "429", "507"), ollama_bodies.PullBody,
+        ollama_answers.PullStatus, error=ollama_answers.OllamaError, stream_type=_NDJSON,
+        of_catalog=True,
+    ),
+    Operation(
+        "/api/delete", "DELETE", ollama_changes.delete, "Remove a model from the hub's cache.",
+        None, _BODY, ollama_bodies.DeleteBody, error=ollama_answers.OllamaError, of_catalog=True,
+    ),
+    Operation(
         "/api/version", "GET", ollama_models.version, "Get the version of Ollama's API.",
         ollama_answers.OllamaVersion, error=ollama_answers.OllamaError, of_catalog=True,
     ),
@@ -467,8 +479,8 @@ def create_app(engine: EngineClient, config: ServerConfig, address: str = "127.0
     ]
     routes.append(WebSocketRoute(response_websocket.PATH, response_websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", response_endpoints.compact, methods=["POST"]))
-    # Ollama's ways to change models, which are refused.
-    routes += [Route(path, ollama_models.refuse, methods=[m]) for path, m in ollama_models.REFUSED]
+    refused = ollama_changes.REFUSED
+    routes += [Route(path, ollama_changes.refuse, methods=[method]) for path, method in refused]
     routes += shell.page_routes(context, _document)
     routes.append(WebSocketRoute("/{path:path}", response_websocket.no_socket))
     paths = [route.path for route in routes if isinstance(route, Route)]

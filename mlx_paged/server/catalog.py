@@ -6,7 +6,8 @@ server of one model and in one of several (`server.router`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -135,6 +136,13 @@ class ModelCatalog(Protocol):
             ApiError: 404; 400 if the server cannot be without it.
         """
 
+    def unloaded(self, names: Collection[str]) -> AbstractAsyncContextManager[None]:
+        """Unloads models, and keeps them unloaded until the context is left.
+
+        Raises:
+            ApiError: See `unload`.
+        """
+
     def set_keep_alive(self, name: str, seconds: float | None) -> None:
         """Sets how long a model stays loaded without requests, from its last one on.
 
@@ -194,6 +202,13 @@ class OneModelCatalog:
         """See `ModelCatalog`."""
         self._models.of(name)
         raise ApiError(400, "this server has one model, and keeps it", code="only_model")
+
+    @asynccontextmanager
+    async def unloaded(self, names: Collection[str]) -> AsyncIterator[None]:
+        """See `ModelCatalog`."""
+        for name in names:
+            await self.unload(name)
+        yield
 
     def set_keep_alive(self, name: str, seconds: float | None) -> None:
         """See `ModelCatalog`; has no effect."""

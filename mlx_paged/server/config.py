@@ -91,6 +91,7 @@ class ServerConfig:
         allow_runtime_lora_updating: Let requests load and unload adapters, from any directory.
         page_mcp: MCP servers (HTTP) that users add on the page: "off" refuses them, "public" allows
             public addresses, "private" also those of private networks and this machine.
+        model_changes: Let clients fetch models from the hub, and remove them from its cache.
     """
 
     served_model_names: tuple[str, ...] = ("mlx-paged-demo",)
@@ -133,6 +134,7 @@ class ServerConfig:
     lora_modules: tuple[tuple[str, str], ...] = ()
     allow_runtime_lora_updating: bool = False
     page_mcp: Literal["off", "public", "private"] = "off"
+    model_changes: bool = False
 
     def __post_init__(self) -> None:
         names = ("auto", "none", *registry.names())

@@ -23,6 +23,7 @@ from mlx_paged.server.responses_api.background import BackgroundRuns
 if TYPE_CHECKING:
     from mlx_paged.mcp import McpServers
     from mlx_paged.server.batches.manager import BatchManager
+    from mlx_paged.server.downloads import Downloads
     from mlx_paged.server.page_mcp import PageServers
     from mlx_paged.server.tracing import Tracing
 
@@ -97,6 +98,7 @@ class ServerContext(ABC):
         page_servers: MCP servers that users add on the page; None: they may not.
         documents: Extracts the text of PDFs.
         batches: Files and batches of clients; None: this server has none.
+        downloads: Fetches models for clients; None: they may not change models.
     """
 
     config: ServerConfig
@@ -107,6 +109,7 @@ class ServerContext(ABC):
     page_servers: PageServers | None = None
     documents: Documents = field(default_factory=Documents)
     batches: BatchManager | None = None
+    downloads: Downloads | None = None
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _held_bytes: int = 0
     _arriving: set[asyncio.Timeout] = field(default_factory=set)

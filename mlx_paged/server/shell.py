@@ -83,8 +83,12 @@ async def _no_page(request: Request) -> Response:
 
 
 def add_tools(context: ServerContext) -> None:
-    """Makes the MCP servers that the options name, and those of users of the page."""
+    """Adds what the options allow: downloads, MCP servers, and those of users of the page."""
     config = context.config
+    if config.model_changes:
+        from mlx_paged.server.downloads import Downloads
+
+        context.downloads = Downloads()
     if config.mcp_config is not None:
         from mlx_paged.mcp import McpServers, read_config
 

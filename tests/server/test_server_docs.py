@@ -45,9 +45,9 @@ def test_every_option_of_engine_and_server_has_a_flag() -> None:
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     names = {option.name for option in serve.params}
     for option in (*fields(EngineConfig), *fields(ServerConfig)):
-        # (Whether the server heeds priorities follows from the policy.)
-        name = "policy" if option.name == "priority_scheduling" else option.name
-        assert name in names, name
+        # Two follow from other flags.
+        derived = {"priority_scheduling": "policy", "warm_up_loras": "lora_modules"}
+        assert derived.get(option.name, option.name) in names, option.name
 
 
 def test_variables_follow_from_flags() -> None:

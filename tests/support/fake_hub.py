@@ -21,6 +21,7 @@ class FakeHub:
         sent: Bytes of files that were sent.
         breaks_after: Ends the connection once, after so many bytes of a file; None: never.
         is_gone: True if no file is sent any more once the connection was ended.
+        goes_on: Files are sent beyond their first half only once it is set.
         sizes: Sizes that the hub claims, by file name, in place of the real ones.
     """
 
@@ -29,6 +30,8 @@ class FakeHub:
         self.sent = 0
         self.breaks_after: int | None = None
         self.is_gone = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.sizes: dict[str, int] = {}
         self.url = ""
 
@@ -121,8 +124,11 @@ class _Handler(BaseHTTPRequestHandler):
         most = self.hub.breaks_after
         if most is not None and len(rest) > most:
             rest, self.close_connection, self.hub.breaks_after = rest[:most], True, None
-        self.hub.sent += len(rest)
-        self.wfile.write(rest)
+        half = len(rest) // 2
+        for part in (rest[:half], rest[half:]):
+            self.hub.sent += len(part)
+            self.wfile.write(part)
+            self.hub.goes_on.wait()
 
 
 def _etag(data: bytes) -> str:

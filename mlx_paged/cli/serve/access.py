@@ -37,6 +37,7 @@ def config_fields(options: ServerOptions) -> dict[str, Any]:
         "files_dir": None if options.files_dir is None else str(options.files_dir),
         "mcp_config": None if options.mcp_config is None else str(options.mcp_config),
         "page_mcp": _page_mcp(options),
+        "model_changes": _model_changes(options),
     }
 
 
@@ -62,9 +63,7 @@ def _check_mcp(options: ServerOptions) -> None:
 
 def _page_mcp(options: ServerOptions) -> Literal["off", "public", "private"]:
     """Returns the MCP servers that users may add on the page."""
-    # Each of these options is a sign of a proxy, which lets users of other machines in.
-    has_proxy = bool(options.uds or options.root_path or options.allowed_hosts)
-    is_local = _is_loopback(options) and not has_proxy
+    is_local = _is_local(options)
     if options.page_mcp is None:
         is_installed = all(map(importlib.util.find_spec, ("mcp", "httpx2")))
         return "private" if is_local and is_installed and options.serve_page else "off"
@@ -78,6 +77,26 @@ def _page_mcp(options: ServerOptions) -> Literal["off", "public", "private"]:
             "connects to the servers that users of the page name", options.page_mcp,
         )  # fmt: skip
     return "private" if is_local else "public"
+
+
+def _model_changes(options: ServerOptions) -> bool:
+    """Returns True if clients may fetch and remove models."""
+    is_local = _is_local(options)
+    if options.model_changes is None:
+        return is_local
+    if options.model_changes and not is_local and not (options.api_keys or options.api_key_file):
+        raise InvalidParameterError(
+            "model_changes", "given with --api-key where others reach this server: clients fill "
+            "and empty a folder of this machine", options.model_changes,
+        )  # fmt: skip
+    return options.model_changes
+
+
+def _is_local(options: ServerOptions) -> bool:
+    """True if only this machine can reach the server."""
+    # Each of these options is a sign of a proxy, which lets users of other machines in.
+    has_proxy = bool(options.uds or options.root_path or options.allowed_hosts)
+    return _is_loopback(options) and not has_proxy
 
 
 def _is_loopback(options: ServerOptions) -> bool:

@@ -51,7 +51,7 @@ def run_several(
     given = several.memory_budget
     budget = default_budget() if given is None else int(given * _GIB)
     shared = {name: getattr(server, name) for name in _SHARED}
-    own = ServerOptions(**shared, serve_page=False, page_mcp=False)
+    own = ServerOptions(**shared, serve_page=False, page_mcp=False, model_changes=False)
     specs: list[ModelSpec] = []
     for model in models:
         options = replace(model.options, served_model_names=list(model.names) or None)

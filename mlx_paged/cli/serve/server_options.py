@@ -187,6 +187,17 @@ class ServerOptions:
             show_default="on if only this machine can reach the server",
         ),
     ] = None
+    model_changes: Annotated[
+        bool | None,
+        option(
+            _API,
+            "Let clients of Ollama's API fetch models from the Hugging Face hub, and remove them "
+            "from its cache on this machine. If other machines can reach this server (see "
+            "--page-mcp), this needs --api-key.",
+            "--model-changes/--no-model-changes",
+            show_default="on if only this machine can reach the server",
+        ),
+    ] = None
     files_dir: Annotated[
         Path | None,
         option(

@@ -161,3 +161,15 @@ class OllamaVersion(TypedDict):
     """An answer to `GET /api/version`."""
 
     version: str
+
+
+class PullStatus(TypedDict):
+    """A line of `POST /api/pull`, or its whole answer.
+
+    total, completed: Bytes of the model's files, and of those that are here.
+    """
+
+    status: str
+    digest: NotRequired[str]
+    total: NotRequired[int]
+    completed: NotRequired[int]

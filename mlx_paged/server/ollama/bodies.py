@@ -249,6 +249,22 @@ class EmbeddingsBody(ModelRequest):
     prompt: str | None = Field(None, description="A text; none at all only loads the model.")
 
 
+class PullBody(Body):
+    """`POST /api/pull`."""
+
+    model: str | None = Field(None, description="A hub id, or a served name.")
+    name: str | None = Field(None, description="An older name of model.")
+    stream: bool | None = Field(None, description="false answers at the end, without progress.")
+    insecure: bool | None = Field(None, description="No effect: the hub's certificate is checked.")
+
+
+class DeleteBody(Body):
+    """`DELETE /api/delete`."""
+
+    model: str | None = Field(None, description="A hub id, or a served name.")
+    name: str | None = Field(None, description="An older name of model.")
+
+
 class ShowBody(Body):
     """`POST /api/show`."""
 

@@ -1,4 +1,4 @@
-"""`/api/version`, `/api/tags`, `/api/ps` and `/api/show`; what changes models is refused."""
+"""`/api/version`, `/api/tags`, `/api/ps` and `/api/show`."""
 
 from __future__ import annotations
 
@@ -144,28 +144,3 @@ def _human(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number) if number else ""
-
-
-# --- What is done elsewhere -----------------------------------------------------------------------
-
-#: (path, method) of operations that are refused, with the reasons.
-REFUSED = {
-    ("/api/pull", "POST"): "this server fetches no models: `mlx-paged pull NAME` does",
-    ("/api/delete", "DELETE"): "this server removes no models: `mlx-paged rm NAME` does",
-    (
-        "/api/create",
-        "POST",
-    ): "this server makes no models: it serves directories of safetensors, GGUF files "
-    "and hub ids (`mlx-paged serve MODEL`)",
-    (
-        "/api/copy",
-        "POST",
-    ): "this server copies no models: --served-model-name gives one several names",
-    ("/api/push", "POST"): "this server publishes no models",
-}
-
-
-async def refuse(request: Request) -> Response:
-    """Refuses to change models, and says what does."""
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    raise ApiError(400, REFUSED[path, request.method], code="unsupported")

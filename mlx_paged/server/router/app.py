@@ -17,7 +17,7 @@ from mlx_paged.server.batches.runner import SPARE
 from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.metrics import Metrics
-from mlx_paged.server.ollama import models as ollama_models
+from mlx_paged.server.ollama import changes as ollama_changes
 from mlx_paged.server.responses_api import websocket as response_websocket
 from mlx_paged.server.router import endpoints, forward, websocket
 from mlx_paged.server.router.context import RouterContext, router_of
@@ -104,7 +104,8 @@ def create_router(pool: ModelPool, config: ServerConfig, address: str = "127.0.0
     routes.append(Route("/models/{model:path}", endpoints.model, methods=["GET"]))
     routes.append(WebSocketRoute(response_websocket.PATH, websocket.responses_socket))
     routes.append(Route("/v1/responses/compact", forward.forward, methods=["POST"]))
-    routes += [Route(path, ollama_models.refuse, methods=[m]) for path, m in ollama_models.REFUSED]
+    refused = ollama_changes.REFUSED
+    routes += [Route(path, ollama_changes.refuse, methods=[method]) for path, method in refused]
     routes += shell.page_routes(context, _document)
     routes.append(WebSocketRoute("/{path:path}", response_websocket.no_socket))
     paths = [route.path for route in routes if isinstance(route, Route)]

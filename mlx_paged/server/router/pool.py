@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -197,6 +197,18 @@ class ModelPool:
                 model.loading.cancel()
                 await asyncio.wait({model.loading})
         await self._unload(model)
+
+    @contextlib.asynccontextmanager
+    async def unloaded(self, names: Collection[str]) -> AsyncIterator[None]:
+        """See `ModelCatalog`."""
+        models = [self.find(name) for name in names]
+        while True:
+            for model in models:
+                await self.unload(model.name)
+            async with self._making_room:  # No process is started meanwhile.
+                if all(model.process is None for model in models):
+                    yield
+                    return
 
     def begin_loading(self, model: PooledModel) -> None:
         """Loads a model, without waiting for it."""
