@@ -157,10 +157,7 @@ def follow_first(size: int) -> int:
     return size
 
 
-RANKS_HELP = (
-    "Divide the layers among this many devices of this machine, or among the processes that "
-    "mlx.launch started. docs/distributed.md"
-)
+RANKS_HELP = "Divide every layer among this many devices. docs/distributed.md"
 TensorParallelSize = Annotated[
     int,
     option(ENGINE, RANKS_HELP, "--tensor-parallel-size", "-tp", min=1, callback=follow_first),
