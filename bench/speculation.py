@@ -5,11 +5,11 @@
     python bench/speculation.py --chats chats.json
 
 A real model, SmolLM2-135M-Instruct from PyPI, edits and copies texts, answers first turns of
-ShareGPT, and calls the functions of BFCL under their schemas. Both engines must give the same
-tokens. `--cpu-seconds` compares the processor time of the process instead of the time that passes,
-for machines that run other programs, too. `--forced` instead verifies guesses that are right with a
-given probability, with random weights in a real shape: it measures what steps with drafts cost, on
-any device.
+ShareGPT, calls the functions of BFCL under their schemas, and samples answers to random words, for
+which there is nothing to look up. Both engines must give the same tokens. `--cpu-seconds` compares
+the processor time of the process instead of the time that passes, for machines that run other
+programs, too. `--forced` instead verifies guesses that are right with a given probability, with
+random weights in a real shape: it measures what steps with drafts cost, on any device.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ CODE = '''def total(items, rate):
     return result
 '''
 RENAMES = (("result", "amount"), ("items", "cart"), ("rate", "tax"), ("item", "entry"))
+WORDS = ("north", "copper", "seven", "lantern", "orbit", "maple", "quartz", "river", "sonata")
 WARM_UP_TOKENS = 16
 SEQUENCES = (1, 8, 32)
 
@@ -81,6 +82,13 @@ def workloads(chats: Path | None, count: int, max_tokens: int) -> Iterator[Workl
     if turns:
         asked = [ask(turn) for turn in turns[: max(count, *SEQUENCES)]]
         yield Workload("chats", asked, [plain] * len(asked), SEQUENCES)
+    drawn = random.Random(0)
+    unrelated = [
+        ask(" ".join(f"{drawn.choice(WORDS)}{drawn.randrange(1000)}" for _ in range(24)))
+        for _ in range(64)
+    ]
+    sampled = [replace(plain, temperature=1.0, seed=i, ignore_eos=True) for i in range(64)]
+    yield Workload("unrelated prompts", unrelated, sampled, (1, 8, 64))
     from mlx_paged.evals import tool_calls  # needs the extra `eval`
 
     functions = tool_calls.questions("simple_python", max(count, 16))
