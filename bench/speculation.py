@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--forced", type=float, help="share of right guesses, such as 0.7")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--shape", default="Llama-3.2-3B", help="for --forced, see cuda_engine.py")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 64], help="for --forced")
+    parser.add_argument("--sequences", type=int, nargs="+", help="only these; 1, 8, 64 if --forced")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     mlx_paged.unpatch()
@@ -336,7 +336,7 @@ def main() -> None:
         from cuda_engine import random_model
 
         model = random_model(args.shape)
-        cases = [(num_seqs, 1024) for num_seqs in args.sequences]
+        cases = [(num_seqs, 1024) for num_seqs in args.sequences or (1, 8, 64)]
         results = list(forced(model, args.forced, args.drafts, cases, args.rounds))
         for each in results:
             print(each, flush=True)
@@ -348,7 +348,7 @@ def main() -> None:
             if args.workload and workload.name not in args.workload:
                 continue
             for dtype in args.dtype:
-                for num_seqs in workload.sequences:
+                for num_seqs in args.sequences or workload.sequences:
                     found = measure(
                         workload, num_seqs, args.count, args.rounds, dtype, args.config, clock
                     )

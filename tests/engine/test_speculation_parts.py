@@ -336,6 +336,16 @@ def test_costs_are_learned_from_steps_alone() -> None:
     assert costs.seconds(2, 1, 2000) == pytest.approx(0.020 * 1.6, rel=0.02)
 
 
+def test_steps_of_other_numbers_of_sequences_are_expected_to_be_rather_short() -> None:
+    """Otherwise drafts would seem to pay while sequences end, and no other step would tell."""
+    costs = LearnedCosts()
+    costs.observe(8, 8, 100, 0.032)
+    assert costs.seconds(4, 4, 100) == pytest.approx(0.016)
+    assert costs.seconds(16, 16, 100) == pytest.approx(0.032)
+    costs.observe(4, 4, 100, 0.020)
+    assert costs.seconds(6, 6, 100) == pytest.approx(0.026)
+
+
 def test_the_first_step_of_a_size_compiles_and_is_not_counted() -> None:
     costs = LearnedCosts()
     costs.observe(1, 1, 100, 1.0)

@@ -13,7 +13,7 @@ from collections import Counter
 
 # Time of a further row, as a share of the average time of a step's rows.
 _UNKNOWN = 0.6
-_MOST_SHARE = 4.0
+_MOST_SHARE = 16.0
 _WEIGHT = 0.1
 _MAX_RATIO = 3.0
 # Steps of a size that compile, and are not counted.
@@ -24,7 +24,7 @@ class LearnedCosts:
     """See `StepCosts`, whose methods it has."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, float] = {}  # seconds by size of the number of sequences
+        self._plain: dict[int, float] = {}  # seconds by number of sequences
         # (size of the number of sequences, size of that of drafts) -> share
         self._shares: dict[tuple[int, int], float] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # likewise
@@ -40,7 +40,7 @@ class LearnedCosts:
         """
         plain = self._found.get(num_seqs)
         if plain is None:
-            plain = self._found[num_seqs] = _nearest(self._plain, _size(num_seqs), 1.0)
+            plain = self._found[num_seqs] = self._plain_seconds(num_seqs)
         num_drafts = num_rows - num_seqs
         if num_drafts <= 0:
             return plain
@@ -51,11 +51,11 @@ class LearnedCosts:
         self._found.clear()
         size, num_drafts = _size(num_seqs), num_rows - num_seqs
         if num_drafts <= 0:
-            known = self._plain.get(size)
+            known = self._plain.get(num_seqs)
             if known is not None:
                 ratio = min(max(seconds / known, 1 / _MAX_RATIO), _MAX_RATIO)
                 seconds = known * (1 + _WEIGHT * (ratio - 1))
-            self._plain[size] = seconds
+            self._plain[num_seqs] = seconds
             return
         self._num_steps[num_rows] += 1
         plain = self.seconds(num_seqs, num_seqs, context_len)
@@ -73,6 +73,20 @@ class LearnedCosts:
         """Moves what is known of drafts halfway back to where it began."""
         self._shares = {place: (share + _UNKNOWN) / 2 for place, share in self._shares.items()}
         self._num_seen.clear()
+
+    def _plain_seconds(self, num_seqs: int) -> float:
+        """Seconds of a step without drafts. Where none was observed, they are rather too few, so
+        that drafts end and some are."""
+        below = max((n for n in self._plain if n <= num_seqs), default=None)
+        above = min((n for n in self._plain if n >= num_seqs), default=None)
+        if above is None:
+            return 1.0 if below is None else self._plain[below]
+        if below is None:
+            return self._plain[above] * num_seqs / above
+        if below == above:
+            return self._plain[above]
+        share = (num_seqs - below) / (above - below)
+        return (1 - share) * self._plain[below] + share * self._plain[above]
 
     def _share(self, num_seqs: int, num_drafts: int) -> float:
         size = _size(num_seqs)
