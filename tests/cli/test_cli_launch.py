@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +77,40 @@ def agents(folder: Path, then: str = "sys.exit(7)") -> Path:
     return bin
 
 
+def variables(home: Path, bin: Path, url: str) -> dict[str, str]:
+    return {
+        "HOME": str(home), "PATH": f"{bin}:{os.environ['PATH']}", "TEST_URL": url,
+        "TMPDIR": str(home.parent), "ANTHROPIC_AUTH_TOKEN": "of another server",
+    }  # fmt: skip
+
+
+Launch = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def launch(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Launch:
+    """Runs `launch` in this process; returns its status and what all have written."""
+
+    def run(bin: Path, url: str, *arguments: str) -> tuple[int, str, str]:
+        for name, value in variables(home, bin, url).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(tempfile, "tempdir", str(home.parent))
+        capfd.readouterr()
+        try:
+            status = status_of(app, ["launch", "--server", url, *arguments])
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return status, *capfd.readouterr()
+
+    return run
+
+
 def launched(
     home: Path, bin: Path, url: str, *arguments: str, **options: Any
 ) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ, "HOME": str(home), "PATH": f"{bin}:{os.environ['PATH']}", "TEST_URL": url,
-        "TMPDIR": str(home.parent), "ANTHROPIC_AUTH_TOKEN": "of another server",
-    }  # fmt: skip
+    environment = {**os.environ, **variables(home, bin, url)}
     return subprocess.Popen(
         [sys.executable, "-m", "mlx_paged", "launch", "--server", url, *arguments],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
@@ -181,13 +210,12 @@ def test_a_missing_agent_is_told_with_its_installation(monkeypatch, capsys, tmp_
     assert "not installed: npm install -g @anthropic-ai/claude-code" in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_start_says_why(home, tmp_path) -> None:
+def test_a_server_that_does_not_start_says_why(launch, tmp_path) -> None:
     url = free_url()
     config = tmp_path / "serve.yaml"
     config.write_text("no_such_option: 1\n")
-    process = launched(home, agents(tmp_path), url, "codex", "--config", str(config))
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 1 and "the server did not start" in error
+    status, _, error = launch(agents(tmp_path), url, "codex", "--config", str(config))
+    assert status == 1 and "the server did not start" in error
     assert "no_such_option" in error and not answers(url)
 
 
@@ -243,13 +271,12 @@ def test_a_model_of_several_is_loaded_first(capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["opencode", "claude"])
-def test_an_agent_on_a_server_that_runs(server, home, tmp_path, name: str) -> None:
-    process = launched(
-        home, agents(tmp_path), server.url, "--api-key", "secret", "--model", "second", name,
+def test_an_agent_on_a_server_that_runs(server, launch, home, tmp_path, name: str) -> None:
+    status, output, error = launch(
+        agents(tmp_path), server.url, "--api-key", "secret", "--model", "second", name,
         "--", "run", "--model", "x",
     )  # fmt: skip
-    output, error = process.communicate(timeout=300)
-    assert process.returncode == 7, error
+    assert status == 7, error
     report = json.loads(output)
     assert report["arguments"] == ["run", "--model", "x"] and report["model"] == "demo"
     environment = report["environment"]
@@ -314,14 +341,21 @@ def test_no_server_is_left_if_the_launcher_is_killed(home, tmp_path) -> None:
     process.communicate()
 
 
-def test_signals_of_programs_are_passed_on(server, home, tmp_path) -> None:
-    waits = "import signal\nprint('waits', flush=True)\nsignal.pause()"
-    process = launched(
-        home, agents(tmp_path, waits), server.url, "--api-key", "secret", "goose"
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert json.loads(process.stdout.readline())["arguments"] == ["session"]
-    assert process.stdout.readline() == "waits\n"
-    process.terminate()
-    process.communicate(timeout=300)
-    assert process.returncode == 128 + signal.SIGTERM
+def test_signals_of_programs_are_passed_on(server, launch, tmp_path) -> None:
+    ready = tmp_path / "ready"
+    waits = f"import signal\nopen({str(ready)!r}, 'w').close()\nsignal.pause()"
+    before = signal.getsignal(signal.SIGTERM)
+
+    def send() -> None:
+        until(ready.exists)
+        assert signal.getsignal(signal.SIGTERM) != before  # It would end the tests.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    given = (server.url, "--api-key", "secret", "goose")
+    status, output, _ = launch(agents(tmp_path, waits), *given)
+    sender.join()
+    assert status == 128 + signal.SIGTERM
+    assert json.loads(output)["arguments"] == ["session"]
+    assert signal.getsignal(signal.SIGTERM) == before
