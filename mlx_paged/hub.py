@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub on this machine: fetched, listed, described and removed.
+"""Fetches, lists, describes and removes models of the Hugging Face hub on this machine.
 
 They lie in `huggingface_hub`'s cache, where every program that loads a hub id finds them.
 """
@@ -27,15 +27,15 @@ from huggingface_hub.utils.tqdm import (
 
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 
-#: Free disk space, in bytes, that a download must leave.
+#: Bytes of disk space that a download must leave free.
 RESERVE = 1 << 30
 
 _WEIGHTS = (".safetensors", ".gguf")
 _MIB = 1 << 20
-# The number of a part of a GGUF model, and the names of towers in files of their own.
+# Suffix of a split GGUF file, and the name of files with a vision or audio tower.
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _PROJECTOR = "mmproj"
-# The end of the name of a file of which a download got only a part.
+# Suffix of partly downloaded files.
 _PART = ".incomplete"
 
 
@@ -50,8 +50,8 @@ class CachedModel:
         path: The directory that `--model` takes, too.
         size: Bytes of its files.
         weight_bytes: Bytes of its weights among them.
-        is_complete: False if a download was interrupted: a part is missing.
-        last_modified: When its files came; seconds since 1970.
+        is_complete: False if a download was interrupted.
+        last_modified: Unix time of the newest file.
     """
 
     name: str
@@ -64,7 +64,7 @@ class CachedModel:
     last_modified: float
 
     def config(self) -> dict[str, Any]:
-        """Returns ``config.json``; empty if there is none that can be read."""
+        """Returns ``config.json``; empty if it is missing or unreadable."""
         try:
             config = json.loads((self.path / "config.json").read_text())
         except (OSError, ValueError):
@@ -74,7 +74,7 @@ class CachedModel:
 
 @dataclass(frozen=True)
 class Download:
-    """What fetching a model would bring.
+    """The files that `pull` would fetch.
 
     Attributes:
         revision: The commit.
@@ -82,8 +82,8 @@ class Download:
         num_files: Number of files.
         size: Bytes of all files.
         weight_bytes: Bytes of the weights among them.
-        missing: Bytes that are not here yet.
-        free: Bytes that are free on the cache's disk.
+        missing: Bytes that are not in the cache yet.
+        free: Free bytes on the cache's disk.
     """
 
     revision: str
@@ -101,7 +101,7 @@ def cache_dir() -> Path:
 
 
 def models(name: str | None = None) -> list[CachedModel]:
-    """Returns the models in the cache by name, each revision for itself.
+    """Returns the revisions of all models in the cache, sorted by name.
 
     Args:
         name: Only this hub id.
@@ -137,12 +137,12 @@ def models(name: str | None = None) -> list[CachedModel]:
 
 
 def _parts(repo: Path) -> list[Path]:
-    """Files of which a download got only a part."""
+    """Returns the partly downloaded files of a repository."""
     return list((repo / "blobs").glob(f"*{_PART}"))
 
 
 def _begun(others: Container[str]) -> Iterator[CachedModel]:
-    """Models that have parts of files and none that is whole."""
+    """Yields models of which no file is complete yet."""
     for repo in cache_dir().glob("models--*"):
         if repo.name in others or not (parts := _parts(repo)):
             continue
@@ -154,7 +154,7 @@ def _begun(others: Container[str]) -> Iterator[CachedModel]:
 
 
 def _missing_shards(path: Path) -> bool:
-    """True if an index of weights names a file that is not here."""
+    """True if the index of weights names a missing file."""
     try:
         index = json.loads((path / "model.safetensors.index.json").read_text())
         return not all((path / shard).exists() for shard in set(index["weight_map"].values()))
@@ -223,7 +223,7 @@ def largest_gguf(name: str, most: int, *, revision: str | None = None) -> list[s
 
 
 def check_fits(name: str, wanted: Download, most: int) -> None:
-    """Refuses a download whose weights do not fit.
+    """Rejects a download whose weights do not fit into memory.
 
     Args:
         most: Maximum bytes of weights.
@@ -243,7 +243,7 @@ def _too_large(what: str, size: int, most: int) -> str:
 
 
 def pull(name: str, *, revision: str | None = None, include: Sequence[str] = ()) -> Path:
-    """Fetches a model. Files that an earlier download completed are kept.
+    """Fetches a model. Skips files that are already complete.
 
     Args:
         revision: A branch, tag or commit; None is the default branch.
@@ -275,13 +275,14 @@ def _snapshot(
             cause = cause.__cause__
         lines = str(cause).strip().splitlines() or [""]
         raise ModelLoadError(
-            name, f"the Hugging Face hub did not give it ({type(cause).__name__}: {lines[0]})"
+            name,
+            f"the download from the Hugging Face hub failed ({type(cause).__name__}: {lines[0]})",
         ) from error
 
 
 @contextmanager
 def _progress_bars(*, shown: bool) -> Iterator[None]:
-    """Draws the library's bars, or keeps it quiet."""
+    """Shows or hides the library's progress bars."""
     was_off, level = are_progress_bars_disabled(), hub_logging.get_verbosity()
     (enable_progress_bars if shown else disable_progress_bars)()
     hub_logging.set_verbosity(logging.ERROR)
@@ -318,7 +319,7 @@ def repository(model: CachedModel) -> Path:
 
 
 def remove(chosen: Sequence[CachedModel]) -> int:
-    """Removes revisions, and files that no other revision uses. Returns the bytes freed."""
+    """Removes revisions and the files that only they use; returns the freed bytes."""
     freed = 0
     for each in chosen:
         if not each.revision:
@@ -333,7 +334,7 @@ def remove(chosen: Sequence[CachedModel]) -> int:
 
 
 def matching(patterns: Sequence[str]) -> Iterator[tuple[str, list[CachedModel]]]:
-    """Yields each given ``NAME`` or ``NAME@REVISION`` with the revisions that it means.
+    """Yields each ``NAME`` or ``NAME@REVISION`` with the matching revisions.
 
     A revision may be a branch, a tag, or the beginning of a commit.
     """

@@ -1,7 +1,7 @@
-"""ModelCatalog: the models of a server by name, with their states and sizes.
+"""ModelCatalog: names, states and sizes of a server's models.
 
-Endpoints about models (lists, details, loading) use it and nothing else, so they work the same in a
-server of one model and in one of several (`server.router`).
+Endpoints about models (lists, details, loading) depend on it alone, so the one-model server and the
+router (`server.router`) share them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlx_paged.server.registry import ModelRegistry
 
 
 class ModelState(StrEnum):
-    """Where a model is between its files and its engine."""
+    """Load state of a model."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -34,7 +34,7 @@ class ModelState(StrEnum):
 
 
 class ModelFiles:
-    """The files of a model, as far as they are on this machine.
+    """Finds the files of a model on this machine.
 
     Args:
         path: A directory, a GGUF file or a hub id; None: the embedded model.
@@ -45,7 +45,7 @@ class ModelFiles:
 
     @property
     def directory(self) -> Path | None:
-        """The directory with its config.json; None for a GGUF file or a model not downloaded."""
+        """The directory of config.json; None for a GGUF file or a model that is not downloaded."""
         return model_directory(self._name)
 
     @cached_property
@@ -67,21 +67,21 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """A model of the server, as it is now.
+    """Snapshot of a model's state.
 
     Attributes:
         name: The name in answers.
         aliases: Other names that requests may use.
         path: Directory, GGUF file or hub id; None: the embedded model.
         files: Its files on this machine.
-        memory: Bytes that it takes while it is loaded, by the server's own count; None: unknown.
+        memory: Bytes that the loaded model takes; None: unknown.
         pinned: True if it is never unloaded to make room or for idleness.
         expires_at: Unix time at which it is unloaded if no request comes; None: not planned.
-        last_used: Unix time of the last request; None: there was none, or it is the only model.
-        failure: Why it could not be loaded; None unless it failed.
+        last_used: Unix time of the last request; None if there was none or it is the only model.
+        failure: Why loading failed; None unless it did.
         adapters: Names of its LoRA adapters.
-        max_model_len: Maximum tokens of prompt and answer; None: not known before it was loaded.
-        input_modalities: What it reads; empty before it was loaded.
+        max_model_len: Maximum tokens of prompt and answer; None before the first load.
+        input_modalities: Kinds of input; empty before the first load.
     """
 
     name: str
@@ -113,7 +113,7 @@ class ModelCatalog(Protocol):
     """The models of a server."""
 
     def statuses(self) -> list[ModelStatus]:
-        """All models, in the order of the command line."""
+        """Returns all models, in the order of the command line."""
 
     def status(self, name: str | None) -> ModelStatus:
         """Returns the model that a name means: its own, an alias or an adapter; None: the first.
@@ -123,28 +123,28 @@ class ModelCatalog(Protocol):
         """
 
     async def load(self, name: str) -> None:
-        """Loads a model, unless it is loaded, and waits for it.
+        """Loads a model if necessary, and waits for it.
 
         Raises:
             ApiError: 404; 503 if it cannot be loaded; 507 if it does not fit.
         """
 
     async def unload(self, name: str) -> None:
-        """Unloads a model when its requests have ended, and waits for it.
+        """Waits for a model's requests to finish, and unloads it.
 
         Raises:
             ApiError: 404; 400 if the server cannot be without it.
         """
 
     def unloaded(self, names: Collection[str]) -> AbstractAsyncContextManager[None]:
-        """Unloads models, and keeps them unloaded until the context is left.
+        """Unloads models, and keeps them unloaded until the context exits.
 
         Raises:
             ApiError: See `unload`.
         """
 
     def set_keep_alive(self, name: str, seconds: float | None) -> None:
-        """Sets how long a model stays loaded without requests, from its last one on.
+        """Sets how long a model stays loaded after its last request.
 
         Args:
             seconds: None: forever.
@@ -155,7 +155,7 @@ class ModelCatalog(Protocol):
 
 
 class OneModelCatalog:
-    """The catalog of a server that serves one model from its start to its end."""
+    """The catalog of a server whose only model stays loaded."""
 
     def __init__(self, models: ModelRegistry, config: ServerConfig) -> None:
         self._models = models

@@ -1,7 +1,7 @@
-"""Downloads: fetches models of the Hugging Face hub, each in a process that ends with its request.
+"""Downloads: fetches models from the Hugging Face hub, one process per download.
 
-The library downloads on threads, which cannot be stopped; a process can. What it has fetched stays
-in the cache, and the next download continues there.
+The library downloads on threads that cannot be stopped; a process can be killed when the client
+leaves. Fetched parts stay in the cache, and the next download resumes there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LM Studio's API, `/api/v0`: OpenAI's chats and completions with statistics, and models."""
+"""LM Studio's API, `/api/v0`: lists models, and adds statistics to OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StudioModels(TypedDict):
 
 
 class Stats(TypedDict):
-    """The speed of an answer; times are in seconds."""
+    """Speed of an answer. Times are in seconds."""
 
     tokens_per_second: float
     time_to_first_token: float
@@ -97,7 +97,7 @@ class Runtime(TypedDict):
 
 
 class Extras(TypedDict):
-    """Fields that OpenAI's answers do not have; in a stream, only the last chunk of a choice has
+    """Fields that LM Studio adds to OpenAI's answers. In a stream, the last chunk of a choice has
     them."""
 
     stats: Stats
@@ -117,13 +117,13 @@ class StudioCompletionAnswer(responses.CompletionAnswer, Extras):
 
 
 async def models(request: Request) -> Response:
-    """All models, loaded or not."""
+    """Lists all models, loaded or not."""
     data = [await _model(status, status.name) for status in catalog_of(request).statuses()]
     return JSONResponse(StudioModels(object="list", data=data))
 
 
 async def model(request: Request) -> Response:
-    """One model."""
+    """Describes one model."""
     name = request.path_params["model"]
     return JSONResponse(await _model(catalog_of(request).status(name), name))
 
@@ -151,7 +151,7 @@ async def _model(status: ModelStatus, name: str) -> StudioModel:
 
 
 def _publisher(path: str | None) -> str:
-    """The owner of a hub id; "" for a path."""
+    """Returns the owner of a hub id; "" for a path."""
     owner, slash, rest = (path or "").partition("/")
     return owner if slash and "/" not in rest and owner not in ("", ".", "..", "~") else ""
 
@@ -191,7 +191,7 @@ async def _info(request: Request, name: str | None) -> ModelInfo:
 
 
 class StudioChatAdapter(chat.ChatAdapter):
-    """A chat with statistics.
+    """Adds statistics to a chat answer.
 
     Args:
         info: The model that answers.
@@ -218,7 +218,7 @@ class StudioChatAdapter(chat.ChatAdapter):
 
 
 class StudioCompletionAdapter(completions.CompletionAdapter):
-    """Completions with statistics.
+    """Adds statistics to completions.
 
     Args:
         info: The model that answers.
@@ -239,7 +239,7 @@ class StudioCompletionAdapter(completions.CompletionAdapter):
 
 
 def _ends(choices: list[Any]) -> bool:
-    """True for the chunk that ends a choice. (The choices of a whole answer are lazy.)"""
+    """True for the chunk that ends a choice. Choices of a whole answer are lazy, and not a list."""
     return isinstance(choices, list) and any(choice["finish_reason"] for choice in choices)
 
 
@@ -256,7 +256,7 @@ def _extras(generation: Generation, info: ModelInfo) -> Extras:
 
 
 def _stats(generation: Generation) -> Stats:
-    """The speed of the first answer to the first prompt."""
+    """Measures the first answer to the first prompt."""
     output = generation.outputs[0]
     answer, times, now = output.outputs[0], output.metrics, time.monotonic()
     first = times.first_token_time or now

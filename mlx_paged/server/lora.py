@@ -45,14 +45,14 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def unload_adapter(request: Request) -> Response:
-    """Serves an adapter no more."""
+    """Stops serving an adapter."""
     body = await read_body(request, UnloadLoraBody)
     await _modules(request).unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")
 
 
 def _modules(request: Request) -> LoraModules:
-    """The adapters of the server, if requests may change them.
+    """Returns the server's adapters if requests may change them.
 
     Raises:
         ApiError: 400 or 403 if the server was started without the options.

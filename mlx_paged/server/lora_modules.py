@@ -108,7 +108,7 @@ class LoraModules:
             logger.info("adapter %r is served from %s", name, module.path)
 
     async def unload(self, name: str) -> None:
-        """Serves an adapter no more. Its running requests end as if it were there.
+        """Stops serving an adapter. Running requests keep it.
 
         Raises:
             ApiError: 404, there is no adapter of that name.

@@ -1,4 +1,4 @@
-"""ModelDetails: what the files of a model say about it, for lists of models.
+"""ModelDetails: reads family, quantization and size from a model's files.
 
 Nothing is loaded: sizes and types come from the headers of the files. They are read once for each
 version of the files.
@@ -25,13 +25,13 @@ from mlx_paged.templates.variables import THINKS, knows_tools
 
 _MAX_HEADER = 100 << 20  # bytes; safetensors' own limit
 _MAX_CONFIG = 16 << 20
-# Marks of templates whose models think.
+# Strings in the templates of thinking models.
 _THINKING = (THINKS, "<think>", "<|channel|>analysis")
 
 
 @dataclass(frozen=True)
 class ModelDetails:
-    """A model by its files. Unknown values are empty or 0.
+    """Details from a model's files. Unknown values are empty or 0.
 
     Attributes:
         format: "safetensors" or "gguf"; "" if its files are not on this machine.
@@ -80,7 +80,7 @@ def details_of(status: ModelStatus) -> ModelDetails:
 
 
 def _files_of(status: ModelStatus) -> list[Path]:
-    """The files that its details come from; the config of a directory is the first."""
+    """Returns the files with the details; config.json comes first."""
     directory = status.directory
     if directory is not None:
         config = directory / "config.json"
@@ -146,7 +146,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file by name: dtype and shape."""
+    """Returns dtype and shape of each tensor in a safetensors file."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         if size > _MAX_HEADER:

@@ -179,8 +179,11 @@ def test_what_is_not_served_or_does_not_fit_says_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pull", "tiny/missing"), "cannot load model 'tiny/missing': the Hugging"),
-        (("pull", "tiny/llama", "--revision", "v9"), "the Hugging Face hub did not give it"),
+        (("pull", "tiny/missing"), "cannot load model 'tiny/missing': the download"),
+        (
+            ("pull", "tiny/llama", "--revision", "v9"),
+            "the download from the Hugging Face hub failed",
+        ),
         (("pull", "a/b/c"), "must be a hub id ('owner/model') but got 'a/b/c'"),
         (("pull", "tiny/llama", "--include", "*.onnx"), "the name or pattern of a file"),
         (("show", "tiny/llama"), "`mlx-paged pull tiny/llama` fetches it"),
@@ -197,7 +200,7 @@ def test_without_a_network(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     done = shell("pull", "tiny/llama")
     assert done.status == 1 and len(done.stderr.splitlines()) == 1
-    assert "the Hugging Face hub did not give it (ConnectError" in done.stderr
+    assert "the download from the Hugging Face hub failed (ConnectError" in done.stderr
     done = shell("list")
     assert done.status == 0 and "no models in" in done.stderr
 

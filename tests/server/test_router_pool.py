@@ -140,7 +140,7 @@ async def test_a_model_in_use_stays_and_the_error_names_the_budget() -> None:
         await used(pool, "c")
     error = caught.value
     assert (error.status, error.code) == (503, "memory_budget") and "Retry-After" in error.headers
-    for part in ("'c' needs 1.0 GiB", "2.5 GiB of --memory-budget", "2.0 GiB are in use"):
+    for part in ("'c' needs 1.0 GiB", "2.0 of 2.5 GiB (--memory-budget) are in use"):
         assert part in error.message, error.message
     assert "a 1.0 GiB (1 request), b 1.0 GiB (1 request)" in error.message
     with pytest.raises(ApiError) as caught:

@@ -133,7 +133,7 @@ def test_a_stream_that_fails_ends_with_an_error(
 ) -> None:
     monkeypatch.setattr(hub, "breaks_after", 1000)
     monkeypatch.setattr(hub, "is_gone", True)
-    with pytest.raises(ollama.ResponseError, match="did not give it"):
+    with pytest.raises(ollama.ResponseError, match="the download from the Hugging Face hub failed"):
         list(client.pull("tiny/demo", stream=True))
 
 

@@ -17,9 +17,9 @@ NO_KEY = "none"
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 
 _PROVIDER = "mlx-paged"
-# A long prompt may take minutes until its first token.
+# A long prompt may take minutes to its first token.
 _IDLE_TIMEOUT_MS = 900_000
-# The share of the context for one answer, where an agent wants to know it.
+# Share of the context for one answer, for agents that ask for a limit.
 _ANSWER_SHARE = 8
 
 
@@ -43,18 +43,18 @@ class Target:
 
     @property
     def key(self) -> str:
-        """The key, or a word in place of one."""
+        """The key, or a placeholder."""
         return self.api_key or NO_KEY
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How an agent is started.
+    """Arguments, variables and files for one run of an agent.
 
     Attributes:
-        arguments: Before those of the user.
+        arguments: Placed before the user's own.
         environment: Variables that are set.
-        without: Variables that would contradict them, and are not passed on.
+        without: Conflicting variables to remove.
         files: Contents of files by their paths, in the temporary folder.
     """
 
@@ -86,7 +86,7 @@ class Agent:
 
 
 def _codex(target: Target, folder: Path) -> Setup:
-    """Entries of config.toml as arguments, so that the user's other settings stay."""
+    """Passes entries of config.toml as arguments, which keeps the user's other settings."""
     provider = f"model_providers.{_PROVIDER}"
     entries: dict[str, str | int] = {"model": target.model, "model_provider": _PROVIDER}
     if target.context_len is not None:
@@ -99,7 +99,7 @@ def _codex(target: Target, folder: Path) -> Setup:
     }
     if target.api_key:
         entries[f"{provider}.env_key"] = KEY_VARIABLE
-    # A text in JSON is one in TOML, too.
+    # JSON strings are valid TOML.
     arguments = [f"{name}={json.dumps(value)}" for name, value in entries.items()]
     return Setup(
         tuple(part for argument in arguments for part in ("-c", argument)),

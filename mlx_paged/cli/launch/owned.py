@@ -1,4 +1,4 @@
-"""A verb in a process that ends with the one that started it.
+"""Runs a verb in a process that ends when its owner does.
 
 Run as ``python -m mlx_paged.cli.launch.owned DESCRIPTOR VERB ...``, with the reading end of a pipe
 whose other end only the owner has. When the owner ends, however that happens, the pipe is at its
@@ -14,7 +14,7 @@ import threading
 
 
 def end_with_owner(descriptor: int) -> None:
-    """Watches the pipe on a thread of its own."""
+    """Watches the pipe on a separate thread."""
 
     def watch() -> None:
         while os.read(descriptor, 1):

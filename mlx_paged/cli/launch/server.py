@@ -1,4 +1,4 @@
-"""The server of a launched agent: one that runs already, or one of its own."""
+"""Finds the server for an agent, or starts one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Server:
         return False
 
     def is_ready(self) -> bool:
-        """True if it takes requests; a server of another kind does if it answers."""
+        """True if it accepts requests. Other programs' servers are ready once they answer."""
         return self._get("/ready").status_code in (200, 404)
 
     def target(self, model: str | None) -> Target:
@@ -89,7 +89,7 @@ class Server:
         )  # fmt: skip
 
     def _loaded(self, name: str, entry: Any) -> Any:
-        """Waits until a model of several is loaded; returns its entry then.
+        """Loads a model if the server has several; returns its entry once it is loaded.
 
         Raises:
             MlxPagedError: It cannot be loaded.
@@ -109,7 +109,7 @@ class Server:
         return entry
 
     def _takes_tools(self, name: str) -> bool:
-        """True unless the server says that the model takes none."""
+        """True unless the server reports that the model does not support tools."""
         with contextlib.suppress(MlxPagedError, httpx.HTTPError, ValueError):
             parsing = self._get(f"/server_info?model={quote(name, safe='')}").json().get("parsing")
             return not parsing or parsing.get("tool_calls") is not None
@@ -125,7 +125,7 @@ class Server:
 
 
 def _is_waiting(entry: Any) -> bool:
-    """True for an entry of a list of models that says that its model is not loaded yet."""
+    """True if an entry of the model list says that the model is not loaded yet."""
     status = entry.get("status")
     return isinstance(status, dict) and status.get("value") in ("unloaded", "loading")
 

@@ -117,7 +117,7 @@ def launch(
 
 
 def _check_start(is_local: bool, url: str, model: str | None, config: Path | None) -> None:
-    """Refuses to start a server that nobody has described.
+    """Checks that a server can be started at the address and has a model.
 
     Raises:
         MlxPagedError: It would be on another machine, or has no model.
@@ -133,7 +133,7 @@ def _check_start(is_local: bool, url: str, model: str | None, config: Path | Non
 def _show(
     agent: Agent, target: Target, folder: Path, arguments: Sequence[str], start: list[str] | None
 ) -> None:
-    """Prints what would be done, as lines of a shell. A key is not shown."""
+    """Prints the run as a shell script, without the key."""
     setup = agent.setup(target, folder)
     if start is not None:
         typer.echo(f"mlx-paged {shlex.join(start)} &")
@@ -156,7 +156,7 @@ def _command(agent: Agent, program: str, setup: Setup, arguments: Sequence[str])
 
 
 def _run(agent: Agent, target: Target, folder: Path, arguments: Sequence[str]) -> int:
-    """Runs an agent to its end; returns its exit status, 128 and more for a signal."""
+    """Runs an agent; returns its exit status, or 128 plus the signal that ended it."""
     setup = agent.setup(target, folder)
     for path, content in setup.files.items():
         path.write_text(content)
@@ -171,8 +171,8 @@ def _run(agent: Agent, target: Target, folder: Path, arguments: Sequence[str]) -
 
 
 class _Signals:
-    """Leaves signals to the agent. A terminal sends Ctrl-C to both, and the agent decides about
-    it; what other programs send to this process is passed on."""
+    """Leaves signals to the agent: ignores Ctrl-C, which a terminal sends to both processes, and
+    forwards SIGTERM and SIGHUP."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None

@@ -1,4 +1,4 @@
-"""Checks who may use the server: its address, its keys, and the MCP servers of its page."""
+"""Access control of `serve`: address, API keys, and features that are off if others reach it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_paged.extras import needs_extra
 
 
 def check(options: ServerOptions) -> None:
-    """Refuses options that contradict each other, or would open this machine to others.
+    """Rejects options that conflict or expose this machine to others.
 
     Raises:
         InvalidParameterError: It names the option.
@@ -28,7 +28,7 @@ def check(options: ServerOptions) -> None:
 
 
 def config_fields(options: ServerOptions) -> dict[str, Any]:
-    """Returns the fields of `ServerConfig` that have another form among the options."""
+    """Returns the fields of `ServerConfig` that differ from the options of the same name."""
     return {
         "api_keys": _keys(options.api_keys),
         "api_key_file": None if options.api_key_file is None else str(options.api_key_file),
@@ -42,13 +42,13 @@ def config_fields(options: ServerOptions) -> dict[str, Any]:
 
 
 def listening(options: ServerOptions) -> dict[str, Any]:
-    """Returns the arguments of `server.run.serve` about the address."""
+    """Returns the address arguments of `server.run.serve`."""
     names = ("host", "port", "ssl_keyfile", "ssl_certfile", "uds")
     return {name: getattr(options, name) for name in names}
 
 
 def _check_mcp(options: ServerOptions) -> None:
-    """Refuses a wrong file of MCP servers, and their tools for everybody in a network."""
+    """Validates the file of MCP servers; rejects tools that a whole network could call."""
     if options.mcp_config is None:
         return
     with needs_extra("mcp", "--mcp"):
@@ -62,7 +62,7 @@ def _check_mcp(options: ServerOptions) -> None:
 
 
 def _page_mcp(options: ServerOptions) -> Literal["off", "public", "private"]:
-    """Returns the MCP servers that users may add on the page."""
+    """Returns which MCP servers users may add on the page."""
     is_local = _is_local(options)
     if options.page_mcp is None:
         is_installed = all(map(importlib.util.find_spec, ("mcp", "httpx2")))
@@ -94,7 +94,7 @@ def _model_changes(options: ServerOptions) -> bool:
 
 def _is_local(options: ServerOptions) -> bool:
     """True if only this machine can reach the server."""
-    # Each of these options is a sign of a proxy, which lets users of other machines in.
+    # Each of these options suggests a proxy that forwards requests of other machines.
     has_proxy = bool(options.uds or options.root_path or options.allowed_hosts)
     return _is_loopback(options) and not has_proxy
 

@@ -1,4 +1,4 @@
-"""The process of one model in a server of several: `server.router.process` starts it."""
+"""Entry point of a model's process behind the router (`server.router.process` starts it)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mlx_paged.errors import MlxPagedError
 
 
 def main() -> None:
-    """Serves the model that the router describes, until a signal comes or the router ends."""
+    """Serves the model that the router describes until a signal arrives or the router exits."""
     transformers_scan.arrange()
     unpatch()
-    # Whatever prints must not reach the router, which reads this pipe.
+    # The router reads this pipe, so prints must go elsewhere.
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     given = sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little"))
@@ -45,8 +45,8 @@ def main() -> None:
 
 
 def _end_with_router(uds: Path) -> None:
-    """Waits for the end of stdin, which the router keeps open, and ends this process."""
-    # Not through sys.stdin: a thread in one of its methods aborts the interpreter's end.
+    """Ends this process when stdin, which the router holds open, is closed."""
+    # os.read, because a thread blocked in sys.stdin aborts the interpreter at exit.
     while os.read(0, 1):
         pass
     # A router that was killed left its folder. The last process to get here removes it.

@@ -1,4 +1,4 @@
-"""The models of `mlx-paged serve`: of its argument, of --model, and of --models-config."""
+"""Collects the models of `mlx-paged serve`: its argument, --model, and --models-config."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def models_of(
 
 
 def refuse_alone(several: SeveralOptions) -> None:
-    """Refuses options that mean nothing to a single model, which stays loaded.
+    """Rejects options that have no meaning for a single model.
 
     Raises:
         InvalidParameterError: It names the option.

@@ -1,4 +1,4 @@
-"""OneModel: a model of `mlx-paged serve` with its checked options, and how it is served."""
+"""OneModel: validates the options of one model and serves it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _JSON_OBJECTS = (
 
 @dataclass(frozen=True)
 class OneModel:
-    """A model with its options; wrong ones are refused before it is loaded.
+    """A model with validated options.
 
     Attributes:
         model: Directory, GGUF file or hub id; None: the embedded model.
@@ -90,7 +90,7 @@ class OneModel:
         )
 
     def service(self, address: str, link: RouterLink | None = None) -> EngineService:
-        """Starts its engine, and returns what serves it.
+        """Starts the engine and returns the service for `server.run`.
 
         Args:
             address: The address that the server listens on.
@@ -159,7 +159,7 @@ def _json_object(name: str, given: str | None) -> dict[str, Any] | None:
 
 
 def _template(given: str | None) -> str | None:
-    """The source of a template: a file's content, or the text itself."""
+    """Returns a template's source: the content of a file, or the text itself."""
     if given is None or "{" in given:
         return given
     try:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _ENTRY = "mlx_paged.cli.serve.child"
-# Bytes of a model's KV cache if no option sizes it; at most this share of the budget.
+# Default bytes of a model's KV cache, and the divisor of the budget that limits them.
 _KV_BYTES, _KV_SHARE = 4 * _GIB, 4
-# Options of the server that its models' processes have, too.
+# Server options that are passed on to the models' processes.
 _SHARED = (
     "read_timeout", "max_body_size", "max_body_memory", "max_logprobs", "request_timeout",
     "shutdown_timeout", "max_stored_responses", "max_stored_bytes", "strict_requests",
@@ -89,7 +89,7 @@ def run_several(
 
 
 def _chosen(specs: list[ModelSpec], several: SeveralOptions) -> list[ModelSpec]:
-    """Applies --pin-model and --preload-model; without a model to preload, it is the first.
+    """Applies --pin-model and --preload-model. By default, the first model is preloaded.
 
     Raises:
         InvalidParameterError: A name that no model has.

@@ -1,4 +1,4 @@
-"""Options of `mlx-paged serve` about several models: which, how long, and how much memory."""
+"""Options of `mlx-paged serve` for several models: names, lifetimes and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEVERAL = "Several models"
 
 @dataclass(frozen=True)
 class SeveralOptions:
-    """Models besides the first, and their life. docs/several-models.md"""
+    """Further models and their lifetimes (docs/several-models.md)."""
 
     models: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""Answers in Ollama's form; declared as in `server.responses`. Durations are in nanoseconds."""
+"""Response types of Ollama's API. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 
 class OllamaError(TypedDict):
-    """The body of an error, and the line of one within a stream."""
+    """An error, as a whole body or as a line of a stream."""
 
     error: str
 

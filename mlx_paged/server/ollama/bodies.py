@@ -1,4 +1,4 @@
-"""Bodies of Ollama's requests, with its names.
+"""Request bodies of Ollama's API.
 
 As in the other APIs, a field works or is refused; options of Ollama's own loader change no answer
 and are accepted. Streams are the default here.
@@ -26,7 +26,7 @@ _DURATION = re.compile(rf"-?(?:(?:{_PART.pattern})+|\d+(?:\.\d+)?)")
 
 
 def seconds_of(keep_alive: float | str) -> float:
-    """Returns the seconds of a `keep_alive`; negative: forever.
+    """Converts `keep_alive` to seconds; negative means forever.
 
     Args:
         keep_alive: Seconds, or a duration as Go writes it, such as "5m" or "1h30m". A text without
@@ -60,9 +60,9 @@ def _lower(role: Any) -> Any:
 
 
 class Options(Body):
-    """How an answer is generated."""
+    """Sampling and context options."""
 
-    # What decides about the answer.
+    # Options that affect the answer.
     num_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = Field(
         None, description="Maximum tokens of the answer; 0 and below: as many as the context has."
     )
@@ -80,7 +80,7 @@ class Options(Body):
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
-        None, description="Of the tokens of prompt and answer."
+        None, description="Applies to the tokens of prompt and answer."
     )
     repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(
         None,
@@ -89,12 +89,12 @@ class Options(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
 
-    # Samplers that do not exist here, with the value that turns them off.
+    # Unsupported samplers: only the value that disables them is valid.
     typical_p: Annotated[float, Field(ge=1, le=1)] | None = Field(None, description="Only 1.")
     tfs_z: Annotated[float, Field(ge=1, le=1)] | None = Field(None, description="Only 1.")
     mirostat: Annotated[int, Field(ge=0, le=0)] | None = Field(None, description="Only 0.")
-    mirostat_tau: float | None = Field(None, description="Without mirostat, it changes nothing.")
-    mirostat_eta: float | None = Field(None, description="Without mirostat, it changes nothing.")
+    mirostat_tau: float | None = Field(None, description="No effect without mirostat.")
+    mirostat_eta: float | None = Field(None, description="No effect without mirostat.")
     penalize_newline: Literal[True] | None = Field(None, description="Only true.")
     num_keep: int | None = Field(None, description="Contexts are not shifted: no effect.")
 
@@ -139,11 +139,11 @@ class OllamaMessage(Body):
         Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_lower)
     ]
     content: str | None = None
-    thinking: str | None = Field(None, description="Of an earlier answer.")
+    thinking: str | None = Field(None, description="Thinking of an earlier answer.")
     images: Images | None = Field(None, description="In base64.")
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = None
-    tool_name: str | None = Field(None, description="The tool that a result is of.")
-    tool_call_id: str | None = Field(None, description="The call that a result is of.")
+    tool_name: str | None = Field(None, description="Name of the tool that returned this result.")
+    tool_call_id: str | None = Field(None, description="Id of the call that this result answers.")
 
 
 class OllamaTool(ToolBody):
@@ -175,7 +175,7 @@ class GenerationRequest(ModelRequest):
         None, description="json, or the JSON schema of the answer."
     )
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
-        None, description="Whether, or how much, the model thinks first."
+        None, description="Enables thinking, or sets its effort."
     )
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives; needs logprobs.")
@@ -198,7 +198,7 @@ class OllamaChatBody(GenerationRequest):
     """`POST /api/chat`."""
 
     messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = Field(
-        None, description="None at all only loads the model."
+        None, description="If missing, the request only loads the model."
     )
     tools: Annotated[list[OllamaTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
@@ -206,20 +206,20 @@ class OllamaChatBody(GenerationRequest):
 class GenerateBody(GenerationRequest):
     """`POST /api/generate`."""
 
-    prompt: str | None = Field(None, description="None at all only loads the model.")
+    prompt: str | None = Field(None, description="If missing, the request only loads the model.")
     system: str | None = Field(None, description="The system message.")
     images: Images | None = Field(None, description="In base64.")
     raw: bool | None = Field(None, description="Takes the prompt as it is, without the template.")
     context: TokenIds | None = Field(
-        None, description="Of an earlier answer, which the prompt continues."
+        None, description="`context` of an earlier answer, which the prompt continues."
     )
     suffix: str | None = Field(None, description="Not supported: 400.")
     template: str | None = Field(None, description="Not supported: 400.")
-    width: Any = Field(None, description="Of image models: 400.")
-    height: Any = Field(None, description="Of image models: 400.")
-    steps: Any = Field(None, description="Of image models: 400.")
+    width: Any = Field(None, description="Image models only: 400.")
+    height: Any = Field(None, description="Image models only: 400.")
+    steps: Any = Field(None, description="Image models only: 400.")
 
-    #: Fields that are refused, and why.
+    #: Unsupported fields, with the reason for the error message.
     REFUSED: ClassVar[dict[str, str]] = {
         "suffix": "this server fills no gaps in texts",
         "template": "templates are Jinja here, and the server's own (--chat-template)",
@@ -233,20 +233,22 @@ class EmbedBody(ModelRequest):
     """`POST /api/embed`."""
 
     input: str | Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)] | None = Field(
-        None, description="A text or several; none at all only loads the model."
+        None, description="One text or several. If missing, the request only loads the model."
     )
     truncate: bool | None = Field(
         None, description="false refuses a longer text than the context; by default its end is cut."
     )
     dimensions: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
-        None, description="Return only the first numbers, this many, scaled to length 1; 0: all."
+        None, description="Keep only the first N numbers, scaled to length 1; 0 keeps all."
     )
 
 
 class EmbeddingsBody(ModelRequest):
     """`POST /api/embeddings`: the older form of `/api/embed`."""
 
-    prompt: str | None = Field(None, description="A text; none at all only loads the model.")
+    prompt: str | None = Field(
+        None, description="A text. If missing, the request only loads the model."
+    )
 
 
 class PullBody(Body):
@@ -270,7 +272,7 @@ class ShowBody(Body):
 
     model: str | None = Field(None, description="A served name.")
     name: str | None = Field(None, description="An older name of model.")
-    verbose: bool | None = Field(None, description="No effect: there are no longer fields.")
+    verbose: bool | None = Field(None, description="No effect.")
     system: str | None = Field(None, description="No effect.")
     template: str | None = Field(None, description="No effect.")
     options: Any = Field(None, description="No effect.")

@@ -34,18 +34,18 @@ REFUSED = {
     "names",
     ("/api/push", "POST"): "this server publishes no models",
 }
-# Where Ollama's names of hub ids begin.
+# Prefixes of hub ids in Ollama's model names.
 _HOSTS = ("hf.co/", "huggingface.co/")
 
 
 async def refuse(request: Request) -> Response:
-    """Refuses to make, copy or publish models, and says what does."""
+    """Refuses to create, copy or publish models, and names the alternative."""
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     raise ApiError(400, REFUSED[path, request.method], code="unsupported")
 
 
 async def pull(request: Request) -> Response:
-    """Fetches a model, as a stream of its progress unless `stream` is false."""
+    """Downloads a model. Streams the progress unless `stream` is false."""
     body = await read_small_body(request, PullBody)
     name = body.model or body.name
     downloads = _downloads(request, f"mlx-paged pull {shorten(name or 'NAME', 96)}")
@@ -61,7 +61,7 @@ async def pull(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Removes a model from the cache; one that is loaded is unloaded first."""
+    """Removes a model from the cache, and unloads it first if necessary."""
     body = await read_small_body(request, DeleteBody)
     name = body.model or body.name
     downloads = _downloads(request, f"mlx-paged rm {shorten(name or 'NAME', 96)}")
@@ -89,7 +89,7 @@ async def delete(request: Request) -> Response:
 
 
 def _downloads(request: Request, command: str) -> Downloads:
-    """Returns the downloads of a server that may change models.
+    """Returns the server's downloads if clients may change models.
 
     Raises:
         ApiError: 403, it may not; 503, it shuts down.
@@ -141,7 +141,7 @@ def _lies_in(status: ModelStatus, hub_id: str, root: Path) -> bool:
 
 
 async def _present() -> AsyncIterator[PullStatus]:
-    """The progress of a model that needs no download."""
+    """Yields the progress for a model that needs no download."""
     yield {"status": "success"}
 
 
@@ -173,7 +173,7 @@ async def _statuses(
 
 
 class _PullResponse(Response):
-    """Sends the progress of a download, which ends when the client leaves.
+    """Sends the progress of a download, and cancels it if the client disconnects.
 
     Args:
         streams: False sends the last status, alone.

@@ -23,7 +23,7 @@ from mlx_paged.server.streaming import json_response, unless_disconnected
 
 
 async def embed(request: Request) -> Response:
-    """The vectors of texts, of length 1."""
+    """Embeds texts as vectors of length 1."""
     started = time.monotonic()
     body = await read_body(request, EmbedBody)
     model = context_of(request).models.of(body.model)
@@ -45,7 +45,7 @@ async def embed(request: Request) -> Response:
 
 
 async def embeddings(request: Request) -> Response:
-    """The vector of one text, as the model makes it."""
+    """Embeds one text without normalizing the vector."""
     body = await read_body(request, EmbeddingsBody)
     model = context_of(request).models.of(body.model)
     texts = [body.prompt] if body.prompt else []

@@ -44,22 +44,22 @@ from mlx_paged.server.turn import PreparedTurn, TurnAdapter, plain_turn, prepare
 
 
 def now() -> str:
-    """The time as Ollama's answers have it."""
+    """Returns the current time in Ollama's format."""
     return time_of(time.time())
 
 
 def time_of(seconds: float) -> str:
-    """A time since 1970, as Ollama's answers have it."""
+    """Formats a Unix time as Ollama does."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(begin: float | None, end: float | None) -> int:
-    """A duration between two moments in seconds, at least 1: clients divide by it."""
+    """Returns the nanoseconds between two times in seconds; at least 1, as clients divide by it."""
     return max(1, int(((end or 0.0) - (begin or 0.0)) * 1e9))
 
 
 async def chat(request: Request) -> Response:
-    """Answers a chat, as a stream or as a whole."""
+    """Answers a chat, streamed or whole."""
     started = time.monotonic()
     body = await _read(request, OllamaChatBody)
     model = context_of(request).models.of(body.model)
@@ -75,7 +75,7 @@ async def chat(request: Request) -> Response:
 
 
 async def generate(request: Request) -> Response:
-    """Answers a prompt, as a stream or as a whole."""
+    """Answers a prompt, streamed or whole."""
     started = time.monotonic()
     body = await _read(request, GenerateBody)
     for name, reason in GenerateBody.REFUSED.items():
@@ -96,7 +96,7 @@ async def _read(request: Request, kind: type[Any]) -> Any:
 
 
 def _loaded(body: GenerationRequest, model: ServedModel) -> Ending:
-    """The answer to a request that only loads its model, or with keep_alive 0 unloads it."""
+    """Answers a request that only loads its model, or unloads it with keep_alive 0."""
     reason: Literal["load", "unload"] = "unload" if body.keep_alive == 0 else "load"
     return _ended(body.model or model.name, reason)
 
@@ -105,7 +105,7 @@ def _ended(model: str, reason: Literal["load", "unload"]) -> Ending:
     return {"model": model, "created_at": now(), "done": True, "done_reason": reason}
 
 
-# The fields that a request asks something by, and the empty answer.
+# Fields that hold a question, and the answer to a request without one.
 _ASKING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "/api/chat": (("messages",), {"message": {"role": "assistant", "content": ""}}),
     "/api/generate": (("prompt", "images"), {"response": ""}),
@@ -113,7 +113,7 @@ _ASKING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 
 def answer_to_unload(path: str, body: bytes, model: str) -> Response | None:
-    """Returns the answer to a request with keep_alive 0 that asks nothing: it only unloads.
+    """Answers a request that only unloads its model: keep_alive is 0 and there is no question.
 
     Args:
         body: A JSON object.
@@ -146,7 +146,7 @@ async def _answer(
 async def _prompt(
     request: Request, model: ServedModel, body: GenerateBody, limit: int | None
 ) -> PreparedTurn:
-    """The prompt of a body: as it is, or by the template; after the tokens of its `context`."""
+    """Prepares a prompt, raw or rendered by the template, after the tokens of `context`."""
     params = params_of(body, model, request)
     renderer = model.renderer
     is_raw = body.raw or not renderer.chat_template
@@ -182,13 +182,13 @@ def _check_raw(body: GenerateBody) -> None:
 
 
 def _without_bos(model: ServedModel, tokens: list[int]) -> list[int]:
-    """Tokens without the one that begins a text: others come before them."""
+    """Drops the BOS token, because other tokens come first."""
     bos = getattr(model.renderer.tokenizer, "bos_token_id", None)
     return tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
 
 
 class OllamaAdapter(TurnAdapter):
-    """Lines of JSON; the last one has the reason and the durations.
+    """Formats an answer as JSON lines. The last one has the finish reason and durations.
 
     Args:
         started: When the request came, in seconds of the monotonic clock.
@@ -211,7 +211,7 @@ class OllamaAdapter(TurnAdapter):
     def content(
         self, text: str = "", *, thinking: str = "", calls: Sequence[ToolCall] = ()
     ) -> dict[str, Any]:
-        """The fields of the API for a text, thinking and calls."""
+        """Returns the fields that hold a text, its thinking and its calls."""
 
     def whole(self) -> dict[str, Any]:
         [output] = self.generation.outputs
@@ -257,7 +257,7 @@ class OllamaAdapter(TurnAdapter):
         return {"model": self._model, "created_at": now(), "done": done}
 
     def _ending(self, piece: Piece) -> Ending:
-        """The fields of an answer that has ended."""
+        """Returns the fields of a finished answer."""
         [output] = self.generation.outputs
         times, end = output.metrics, time.monotonic()
         reason: Literal["stop", "length"] = "length" if piece.finish_reason == "length" else "stop"
@@ -288,7 +288,7 @@ class OllamaAdapter(TurnAdapter):
 
 
 class ChatAdapter(OllamaAdapter):
-    """The answer is a message; a call is in one line."""
+    """Formats an answer as a message. Each call is one line."""
 
     def content(
         self, text: str = "", *, thinking: str = "", calls: Sequence[ToolCall] = ()
@@ -303,7 +303,7 @@ class ChatAdapter(OllamaAdapter):
 
 
 class GenerateAdapter(OllamaAdapter):
-    """The answer is a text, whose tokens a later prompt may continue (`context`)."""
+    """Formats an answer as text, with the tokens that a later prompt may continue (`context`)."""
 
     _body: GenerateBody
 

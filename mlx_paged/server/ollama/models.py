@@ -1,4 +1,4 @@
-"""`/api/version`, `/api/tags`, `/api/ps` and `/api/show`."""
+"""`/api/version`, `/api/tags`, `/api/ps` and `/api/show`: read-only endpoints about models."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from mlx_paged.server.ollama.bodies import ShowBody
 from mlx_paged.server.ollama.endpoints import time_of
 from mlx_paged.server.requests import read_small_body
 
-#: The version of Ollama whose API this is. Clients refuse versions that lack what they need.
+#: The version of Ollama's API. Clients refuse versions that are too old.
 VERSION = "0.33.0"
-# As Ollama has it, for models that stay.
+# Ollama's expiry time of models that are never unloaded.
 _FOREVER = "2318-01-01T00:00:00Z"
 _MODALITIES = {"image": "vision", "video": "vision", "audio": "audio"}
 
 
 async def version(_: Request) -> Response:
-    """The version of Ollama that clients may count on."""
+    """Returns the version of Ollama's API."""
     return JSONResponse(OllamaVersion(version=VERSION))
 
 
 async def tags(request: Request) -> Response:
-    """All models, loaded or not, and their adapters."""
+    """Lists all models and adapters, loaded or not."""
     found: list[ListedModel] = []
     for status in catalog_of(request).statuses():
         details = await asyncio.to_thread(details_of, status)
@@ -57,7 +57,7 @@ async def tags(request: Request) -> Response:
 
 
 async def ps(request: Request) -> Response:
-    """The models in memory."""
+    """Lists the loaded models."""
     found: list[LoadedModel] = []
     for status in catalog_of(request).statuses():
         if status.state is not ModelState.LOADED:
@@ -80,7 +80,7 @@ async def ps(request: Request) -> Response:
 
 
 async def show(request: Request) -> Response:
-    """What a model is and can do."""
+    """Describes a model and its capabilities."""
     body = await read_small_body(request, ShowBody)
     name = body.model or body.name
     if not name:
@@ -100,7 +100,7 @@ async def show(request: Request) -> Response:
 
 
 def model_info(status: ModelStatus, details: ModelDetails) -> dict[str, Any]:
-    """Returns the sizes of a model by GGUF's names."""
+    """Returns a model's sizes under GGUF's names."""
     family = details.family or "unknown"
     found: dict[str, Any] = {
         "general.architecture": family,
@@ -114,7 +114,7 @@ def model_info(status: ModelStatus, details: ModelDetails) -> dict[str, Any]:
 
 
 def capabilities(status: ModelStatus, details: ModelDetails) -> list[str]:
-    """Returns what a model can do, by Ollama's names."""
+    """Returns a model's capabilities under Ollama's names."""
     if details.embeds:
         return ["embedding"]
     media = [_MODALITIES[kind] for kind in status.input_modalities if kind in _MODALITIES]

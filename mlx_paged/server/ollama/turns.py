@@ -1,4 +1,4 @@
-"""Reads Ollama's bodies into the server's own `Turn` and `SamplingParams`."""
+"""Converts Ollama's bodies to `Turn` and `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MAX_ROOM = 1024  # tokens that a shortened chat leaves for its answer
 
 
 def params_of(body: GenerationRequest, model: ServedModel, request: Request) -> SamplingParams:
-    """How an answer is generated; its limit may still be lowered (`limited`).
+    """Converts a body to sampling parameters. `limited` may lower the token limit later.
 
     Raises:
         ApiError: 400 for an option that this server does not have, or for a thinking model.
@@ -86,13 +86,13 @@ def params_of(body: GenerationRequest, model: ServedModel, request: Request) -> 
 
 
 def context_len(body: GenerationRequest, model: ServedModel) -> int | None:
-    """Maximum tokens of prompt and answer; None: no limit."""
+    """Returns the maximum tokens of prompt and answer; None: no limit."""
     limits = (body.options.num_ctx if body.options else None, model.renderer.max_model_len)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def limited(params: SamplingParams, prompt: Sequence[int], limit: int | None) -> SamplingParams:
-    """Returns parameters of an answer that ends where the context ends.
+    """Lowers the token limit so that the answer fits into the context.
 
     Raises:
         ApiError: The prompt alone fills the context.
@@ -108,7 +108,7 @@ def limited(params: SamplingParams, prompt: Sequence[int], limit: int | None) ->
 
 
 def structured_outputs_of(body: GenerationRequest) -> StructuredOutputs | None:
-    """The constraint on an answer's text."""
+    """Converts `format` to a constraint on the answer."""
     if body.format is None or body.format == "":
         return None
     if body.format == "json":
@@ -118,7 +118,7 @@ def structured_outputs_of(body: GenerationRequest) -> StructuredOutputs | None:
 
 
 def _template_kwargs(body: GenerationRequest) -> dict[str, Any]:
-    """Variables of the template for thinking."""
+    """Returns the template's variables for thinking."""
     if body.think is None:
         return {}
     if isinstance(body.think, bool):
@@ -170,7 +170,7 @@ def prompt_turn(body: GenerateBody) -> Turn:
 
 
 def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """The messages as chats have them. Results name their tool here, not always their call."""
+    """Converts messages. Ollama's tool results name their tool, and not always their call."""
     found: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls without a result
     for i, message in enumerate(given):
@@ -203,8 +203,9 @@ def _call(call: OllamaCall, new_id: str) -> dict[str, Any]:
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]], new_id: str) -> str:
-    """Returns the id of the call that a result is of, and takes the call from those that wait: the
-    one that it names, or else the first one of its tool."""
+    """Removes the call that a result answers from `waiting`, and returns its id.
+
+    That is the call that the result names, or else the first call of its tool."""
     for place, (call_id, name) in enumerate(waiting):
         names_it = message.tool_call_id == call_id
         if names_it or (message.tool_call_id is None and message.tool_name in (None, name)):
@@ -214,7 +215,7 @@ def _answered(message: OllamaMessage, waiting: list[tuple[str, str]], new_id: st
 
 
 def _content(text: str | None, images: Sequence[str] | None, where: str) -> str | Content:
-    """A content; its images come before its text."""
+    """Joins images and text; the images come first."""
     if not images:
         return text or ""
     sources: Content = [
@@ -224,7 +225,7 @@ def _content(text: str | None, images: Sequence[str] | None, where: str) -> str 
     return [*sources, text] if text else sources
 
 
-# --- Chats that are too long ----------------------------------------------------------------------
+# --- Truncation -----------------------------------------------------------------------------------
 
 
 async def prepare_within(
@@ -236,7 +237,7 @@ async def prepare_within(
     *,
     shortens: bool,
 ) -> PreparedTurn:
-    """Prepares a chat whose prompt fits: it loses its oldest messages, but not those of the system.
+    """Prepares a chat, and drops its oldest messages until it fits. System messages stay.
 
     Args:
         limit: Maximum tokens of prompt and answer; None: no limit.
@@ -267,15 +268,15 @@ async def prepare_within(
 
 
 def _starts(conversation: Conversation) -> list[int]:
-    """Indices of messages at which a shortened chat may begin: not those of the system, and no
-    results of calls that it would lack."""
+    """Returns the indices at which a shortened chat may begin: no system messages, and no tool
+    results, whose calls would be missing."""
     messages = conversation.messages
     found = [i for i, m in enumerate(messages) if m["role"] not in ("system", "developer", "tool")]
     return found or [0]
 
 
 def _from(conversation: Conversation, start: int) -> Conversation:
-    """Leaves out the messages before one, except those of the system."""
+    """Drops the messages before `start`, except system messages."""
     kept = [
         message
         for i, message in enumerate(conversation.messages)

@@ -1,4 +1,4 @@
-"""A server of several models: one process for each, and a router in front of them.
+"""Serves several models: a router listens, and a process of its own runs each model.
 
 The router listens, knows the state of each model (`pool`), starts and ends their processes
 (`process`), and forwards requests to them (`forward`). Such a process is a server of one model on a

@@ -1,4 +1,4 @@
-"""The application of a router: paths that it answers itself, and those of the models' processes."""
+"""Builds a router's application: its own endpoints, and forwarding to the models' processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlx_paged.server.shell import Endpoint
 
 _STATUSES = ("400", "401", "403", "404", "408", "413", "415", "500", "503")
 
-#: Operations of a router that a server of one model does not have, or has in another form.
+#: Operations that only a router has, or that it answers differently from a one-model server.
 OWN = (
     Operation(
         "/v1/models", "GET", endpoints.models, "List the models and their states.",
@@ -63,7 +63,7 @@ OWN = (
         query=("model",),
     ),
 )  # fmt: skip
-# Operations that the router answers with endpoints of its own, or with those of one model's server.
+# Operations that the router answers instead of forwarding them.
 _ANSWERED: dict[str, Endpoint] = {
     "/abort_requests": endpoints.abort_requests,
     "/reset_prefix_cache": endpoints.reset_prefix_cache,
@@ -126,14 +126,14 @@ def create_router(pool: ModelPool, config: ServerConfig, address: str = "127.0.0
 
 
 def operations() -> tuple[Operation, ...]:
-    """All operations of a router."""
+    """Returns all operations of a router."""
     own = {(operation.path, operation.method) for operation in OWN}
     others = [o._replace(endpoint=_endpoint_of(o)) for o in API if (o.path, o.method) not in own]
     return (*OWN, *others)
 
 
 def _endpoint_of(operation: Operation) -> Endpoint:
-    """Returns the router's endpoint for an operation of a server of one model."""
+    """Returns the endpoint with which the router serves an operation of a one-model server."""
     path = operation.path
     if operation.of_catalog:
         return operation.endpoint

@@ -1,4 +1,4 @@
-"""Endpoints that a router answers itself: its models, their states, and sums over all of them."""
+"""Endpoints that the router answers itself: model lists, loading, merged metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mlx_paged.server.router.metrics import merged
 from mlx_paged.server.router.pool import PooledModel
 from mlx_paged.server.router.transport import Upstream, UpstreamError
 
-# Seconds for the processes to answer.
+# Seconds to wait for the answer of a process.
 _TIMEOUT = 2.0
 
 
@@ -43,13 +43,13 @@ class ModelBody(Body):
 
 
 class Done(TypedDict):
-    """The answer to both; the state of the model changes afterwards."""
+    """Acknowledges both requests. The model's state changes later."""
 
     success: bool
 
 
 class StateInfo(TypedDict):
-    """The state of a model, in llama.cpp's form: a failed one is unloaded."""
+    """A model's state in llama.cpp's format, where a failed model counts as unloaded."""
 
     value: Literal["unloaded", "loading", "loaded"]
     failed: NotRequired[bool]
@@ -57,14 +57,14 @@ class StateInfo(TypedDict):
 
 
 class Architecture(TypedDict):
-    """What a model reads and writes, in llama.cpp's form."""
+    """A model's input and output modalities, in llama.cpp's format."""
 
     input_modalities: list[str]
     output_modalities: list[str]
 
 
 class RoutedModel(responses.Model):
-    """A name of a model, and the model's state."""
+    """One name of a model, with the model's state."""
 
     status: StateInfo
     path: str | None
@@ -87,7 +87,7 @@ class RoutedModelList(TypedDict):
 
 
 async def models(request: Request) -> Response:
-    """All names of all models and adapters, with states."""
+    """Lists every name of every model and adapter, with its state."""
     context = router_of(request)
     named = [
         (name, status)
@@ -104,7 +104,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """One name of a model or an adapter."""
+    """Describes one model or adapter by name."""
     context, name = router_of(request), request.path_params["model"]
     status = context.pool.status(name)
     if name not in (*status.aliases, *status.adapters):
@@ -153,7 +153,7 @@ def _model(context: RouterContext, name: str, status: ModelStatus) -> RoutedMode
 
 
 async def load_model(request: Request) -> Response:
-    """Begins to load a model. `GET /models` tells when it is loaded, or why it failed."""
+    """Starts loading a model. `GET /models` shows when it is loaded or why it failed."""
     body = await read_body(request, ModelBody)
     pool = router_of(request).pool
     pool.begin_loading(pool.find(body.model))
@@ -161,7 +161,7 @@ async def load_model(request: Request) -> Response:
 
 
 async def unload_model(request: Request) -> Response:
-    """Unloads a model, as soon as its requests have ended."""
+    """Unloads a model once its requests have finished."""
     body = await read_body(request, ModelBody)
     pool = router_of(request).pool
     pool.begin_unloading(pool.find(body.model))
@@ -172,7 +172,7 @@ async def unload_model(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken and the models to preload are loaded."""
+    """Returns 200 once the preloaded models are ready, while the server accepts requests."""
     context = router_of(request)
     phase = context.phase
     if phase is Phase.READY and context.is_preloading:
@@ -181,12 +181,12 @@ async def ready(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """Options in force; with `?model=` those of a loaded model and the state of its engine."""
+    """Returns the router's options, or with `?model=` a loaded model's options and statistics."""
     context = router_of(request)
     asked = request.query_params.get("model")
     if asked is not None:
         found = context.pool.find(asked)
-        # Without a lease: asking for it does not count as use.
+        # No lease: a look at the statistics does not keep the model loaded.
         answer = await _ask(found, "GET", "/server_info") if found.is_loaded else None
         if answer is not None:
             return Response(answer[2], answer[1], media_type="application/json")
@@ -203,7 +203,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus's text format: the metrics of all loaded models, and the router's own."""
+    """Returns the metrics of the router and of all loaded models, in Prometheus's text format."""
     context = router_of(request)
     answers = await _ask_all(context, "GET", "/metrics")
     texts = {model.name: body.decode() for model, status, body in answers if status == 200}
@@ -212,7 +212,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def abort_requests(request: Request) -> Response:
-    """Ends requests of any model; their clients get 499."""
+    """Aborts requests on any model; their clients get 499."""
     body = await read_body(request, AbortBody)
     context = router_of(request)
     answers = await _ask_all(
@@ -225,7 +225,7 @@ async def abort_requests(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets every cached prefix of every loaded model."""
+    """Drops the cached prefixes of all loaded models."""
     context = router_of(request)
     context.check_takes_requests()
     answers = await _ask_all(context, "POST", "/reset_prefix_cache")
@@ -236,7 +236,7 @@ async def reset_prefix_cache(request: Request) -> Response:
 async def _ask_all(
     context: RouterContext, method: str, path: str, body: bytes = b""
 ) -> list[tuple[PooledModel, int, bytes]]:
-    """Sends a request to the processes of all loaded models; returns the answers in time."""
+    """Queries all loaded models; returns the answers that arrive within the timeout."""
     loaded = [model for model in context.pool.models if model.is_loaded]
     found = await asyncio.gather(*(_ask(model, method, path, body) for model in loaded))
     return [answer for answer in found if answer is not None]
@@ -261,7 +261,7 @@ async def _ask(
 
 
 async def change_adapters(request: Request) -> Response:
-    """Has the model that the field `model` names load or unload an adapter.
+    """Loads or unloads an adapter of the model that the field `model` names.
 
     The change lasts until the model is unloaded.
     """
@@ -269,7 +269,7 @@ async def change_adapters(request: Request) -> Response:
 
 
 async def _refresh_adapters(model: PooledModel) -> None:
-    """Asks a model's process for its adapters."""
+    """Updates the list of a model's adapters from its process."""
     answer = await _ask(model, "GET", "/v1/models")
     if answer is not None and model.loaded is not None:
         entries = json.loads(answer[2])["data"]

@@ -1,4 +1,4 @@
-"""Forwards requests to the process of their model, and its responses to the client.
+"""Forwards requests to the models' processes and relays the responses.
 
 A request that names an unloaded model waits for it. A client that wants a stream gets comments
 meanwhile, so that it and the proxies before it know that its connection lives.
@@ -39,11 +39,11 @@ from mlx_paged.server.router.link import ACCOUNT, BACKGROUND
 from mlx_paged.server.router.pool import KeepAlive, Lease, PooledModel
 from mlx_paged.server.router.transport import Header, Upstream, UpstreamError
 
-# Seconds until a waiting stream begins with a comment, after which errors are events of status 200,
-# and between two comments.
+# Seconds before a waiting stream gets its first comment, and between further comments. From the
+# first one on, the status is 200 and errors are events.
 _PATIENCE, _COMMENT_INTERVAL = 1.0, 5.0
-# Headers about one connection, about keys, about the page that sent a request (all of which the
-# router has checked), and the body's length.
+# Request headers that are not forwarded: the router has checked keys and origins, and connection
+# headers apply to one hop.
 _OWN_HEADERS = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
@@ -53,7 +53,7 @@ _OWN_HEADERS = frozenset(
         *(BACKGROUND, ACCOUNT),
     }
 )
-# Headers of responses that the router's own middleware sets.
+# Response headers that the router's middleware sets itself.
 _SET_AGAIN = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"}) | {
     b"x-content-type-options"
 }
@@ -61,7 +61,7 @@ BeforeAnswer = Callable[[PooledModel], Awaitable[None]]
 
 
 class Routed(BaseModel):
-    """The fields of a body that decide where it goes; the process checks the others."""
+    """The fields of a body that the router needs. The model's process validates the rest."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -97,7 +97,7 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
 
 
 async def forward_to_owner(request: Request) -> Response:
-    """Forwards a request about something that one of the loaded models has, such as a response.
+    """Forwards a request for a stored object, such as a response, to the model that has it.
 
     Raises:
         ApiError: 503.
@@ -121,7 +121,7 @@ async def forward_to_owner(request: Request) -> Response:
 
 
 def routed_of(body: bytes) -> Routed:
-    """Reads the fields that decide where a body goes.
+    """Parses the fields of a body that the router needs.
 
     Raises:
         ApiError: 400, it is not a JSON object, or `model` is not a string.
@@ -163,7 +163,7 @@ def keep_alive_of(given: Any) -> float | KeepAlive | None:
 
 
 class ForwardedResponse(Response):
-    """The response of a model's process, or the reason why there is none.
+    """Relays the response of a model's process, or an error if there is none.
 
     Args:
         model: The name that the request gave; None: the first model.
@@ -196,7 +196,7 @@ class ForwardedResponse(Response):
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it; a client that leaves gives up its place, or ends its request."""
+        """Sends the response. A client that disconnects leaves the queue or aborts its request."""
         if self._begun is None:
             self._lease = router_of(self._request).pool.lease(self._model, self._keep_alive)
         else:
@@ -239,7 +239,7 @@ class ForwardedResponse(Response):
                 raise RuntimeError(error.message) from error  # The connection is cut off.
 
     async def _wait(self, send: Send) -> None:
-        """Waits until the model is loaded."""
+        """Waits for the model, and sends comments to a client that wants a stream."""
         ready = asyncio.ensure_future(self._lease.ready())
         patience = _PATIENCE if self._comments else None
         try:
@@ -258,7 +258,7 @@ class ForwardedResponse(Response):
             await asyncio.gather(ready, return_exceptions=True)
 
     async def _relay(self, upstream: Upstream, scope: Scope, send: Send) -> None:
-        """Sends a response on, as it comes."""
+        """Relays a response chunk by chunk."""
         headers = [header for header in upstream.headers if header[0] not in _SET_AGAIN]
         kind = dict(headers).get(b"content-type", b"")
         if (own := dict(headers).get(b"x-request-id")) is not None:
@@ -305,7 +305,7 @@ async def _send(request: Request, lease: Lease, body: bytes) -> Upstream:
 
 
 def marks_of(scope: Scope) -> list[Header]:
-    """Returns the headers by which the process of a model knows a request of this router."""
+    """Returns the headers that this router adds to a forwarded request."""
     trace: RequestLog = scope["state"]["trace"]
     marks = [(b"x-request-id", trace.request_id.encode())]
     if trace.client:
@@ -333,21 +333,21 @@ def _body(chunk: bytes, *, is_last: bool = False) -> dict[str, Any]:
 
 
 def _reason(error: ApiError) -> str:
-    """Returns why the router refused a request, as the metrics name it."""
+    """Returns the metrics label for a refused request."""
     return {"queue_full": "queue_full", "shutting_down": "draining"}.get(
         error.code or "", "loading"
     )
 
 
 def _error_events(error: ApiError, scope: Scope, trace: RequestLog) -> bytes:
-    """The last events of a stream that fails, in the form of its API."""
+    """Formats an error as the last events of a stream, in the format of its API."""
     if speaks_anthropic(scope):
         return _named_event("error", message_error(error, trace.request_id))
     return _last_events(error.body, scope)
 
 
 def _as_events(body: bytes, scope: Scope, trace: RequestLog) -> bytes:
-    """Turns the body of an error into the last events of a stream."""
+    """Converts an error body to the last events of a stream."""
     trace.fields["error"] = shorten(body.decode(errors="replace"))
     if speaks_anthropic(scope):
         return _named_event("error", json.loads(body))

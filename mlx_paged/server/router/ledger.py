@@ -1,4 +1,4 @@
-"""Ledger: charges clients for the tokens that the processes of models report."""
+"""Ledger: charges clients for the tokens that the models' processes report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_paged.server.rate_limits import Budget
 
 
 class Ledger:
-    """Numbers the budgets of clients. Forgotten ones are no longer charged."""
+    """Assigns account numbers to clients' budgets. Discarded budgets are not charged."""
 
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[Budget, int] = WeakKeyDictionary()
@@ -17,7 +17,7 @@ class Ledger:
         self._next = itertools.count(1)
 
     def number_of(self, budget: Budget) -> int:
-        """Returns the number of a budget, the same each time."""
+        """Returns the account number of a budget. It never changes."""
         number = self._numbers.get(budget)
         if number is None:
             number = self._numbers[budget] = next(self._next)
@@ -25,7 +25,7 @@ class Ledger:
         return number
 
     def charge(self, number: int, num_tokens: int) -> None:
-        """Counts tokens that were used."""
+        """Charges an account for used tokens."""
         budget = self._budgets.get(number)
         if budget is not None:
             budget.charge(num_tokens)

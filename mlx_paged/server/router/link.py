@@ -1,7 +1,8 @@
-"""RouterLink: connects the process of a model to the router that has started it.
+"""RouterLink: connects a model's process to the router that started it.
 
-The router marks its requests with two headers, and reads lines of JSON from the process: first the
-fields of `LoadedModel`, or why there is none, then the tokens that limited clients have used.
+The router marks requests with two headers and reads JSON lines from the process. The first line has
+the fields of `LoadedModel` or the reason for a failure; later lines report the tokens that clients
+with limits have used.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from mlx_paged.engine.memory import process_memory
 from mlx_paged.server.router.process import LoadedModel
 from mlx_paged.server.served_model import ServedModel
 
-#: Header of a line of a batch.
+#: Marks a batch line.
 BACKGROUND = b"x-mlx-paged-background"
-#: Header with the number of the client's budget, if its tokens are limited (`ledger`).
+#: Carries the client's account number (`ledger`) if its tokens are limited.
 ACCOUNT = b"x-mlx-paged-account"
-# Maximum seconds between the use of a token and its report.
+# Maximum seconds before used tokens are reported.
 _DELAY = 0.1
 
 
 class RouterLink:
-    """The end of the link in the process of a model.
+    """The process's end of the link.
 
     Args:
         pipe: The router reads it.
@@ -39,7 +40,7 @@ class RouterLink:
         self._timer: asyncio.TimerHandle | None = None
 
     async def started(self, model: ServedModel) -> None:
-        """Reports a model that is loaded, or why it is not."""
+        """Reports that the model is loaded, or why it failed."""
         if model.failure is not None:
             self.failed(model.failure)
             return
@@ -57,7 +58,7 @@ class RouterLink:
         self._tell({"failure": str(error) or type(error).__name__})
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Returns an application with the router's marks in the state of each request."""
+        """Wraps an application to copy the router's marks into the state of each request."""
 
         async def marked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] not in ("http", "websocket"):
@@ -73,7 +74,7 @@ class RouterLink:
             state["budget"] = _ReportedBudget(self, int(account))
 
             async def send_after_report(message: Message) -> None:
-                # The router knows the tokens before the client can send its next request.
+                # The router must charge the tokens before the client can send its next request.
                 is_between = message["type"] == "http.response.body" and message.get("more_body")
                 if not is_between:
                     self._report()
@@ -84,7 +85,7 @@ class RouterLink:
         return marked
 
     def use(self, account: int, num_tokens: int) -> None:
-        """Reports used tokens, soon."""
+        """Schedules a report of used tokens."""
         self._used[account] += num_tokens
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self._report)
@@ -102,7 +103,7 @@ class RouterLink:
 
 
 class _ReportedBudget:
-    """A client's budget, which the router keeps: it has admitted the request (see `Budget`)."""
+    """Stands in for a `Budget` that the router keeps. The router has admitted the request."""
 
     def __init__(self, link: RouterLink, account: int) -> None:
         self._link, self._account = link, account
@@ -111,5 +112,5 @@ class _ReportedBudget:
         """Does nothing."""
 
     def charge(self, num_tokens: int) -> None:
-        """Reports tokens that were used."""
+        """Reports used tokens."""
         self._link.use(self._account, num_tokens)

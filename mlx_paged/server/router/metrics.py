@@ -13,13 +13,13 @@ _LABEL = "model_name"
 
 
 class _Families(Collector):
-    """Families that were collected elsewhere."""
+    """Holds metric families of other processes."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Metric] = {}
 
     def add(self, text: str, model_name: str | None) -> None:
-        """Adds metrics in Prometheus's text format, with a label of their model."""
+        """Parses metrics in Prometheus's text format and labels them with their model."""
         for family in text_string_to_metric_families(text):
             kept = self._by_name.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
@@ -31,12 +31,12 @@ class _Families(Collector):
                 kept.samples.append(sample._replace(labels=labels))
 
     def collect(self) -> Iterable[Metric]:
-        """All of them."""
+        """Returns the families."""
         return self._by_name.values()
 
 
 def merged(own: str, of_models: Mapping[str, str]) -> bytes:
-    """Joins metrics in Prometheus's text format.
+    """Merges metrics in Prometheus's text format.
 
     Args:
         own: Those of the router.

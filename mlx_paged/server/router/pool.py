@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GIB = 1 << 30
-# Seconds for a process without requests to end.
+# Seconds to wait for an idle process to exit.
 _IDLE_DRAIN = 10.0
 
 
 class KeepAlive(Enum):
-    """Stands for the time that the options give a model."""
+    """Keeps the current time to live of a model."""
 
     AS_BEFORE = "as before"
 
@@ -40,20 +40,19 @@ class PooledModel:
     """One model of a pool.
 
     Attributes:
-        process: Its process; None while there is none.
-        loading: Brings its process up, and returns the reason if it could not; None while nothing
-            does.
-        stopping: Ends its process; None while nothing does.
-        failure: Why it could not be loaded, or has ended; None unless it failed last time.
-        loaded: What its process told last; None: it was never loaded.
-        num_requests: Requests that run on it or wait for it.
-        num_waiting: Those that wait.
-        unused: Set while there are none.
-        keep_alive: Seconds that it stays loaded without requests; None: no limit.
-        last_used: Unix time of the end of its last request; None: there was none.
-        turn: Place of that in the order of all requests' ends.
-        timer: Unloads it when it has been idle for long.
-        expires_at: Unix time of that.
+        process: The process that serves it; None if not running.
+        loading: Task that starts the process and returns an error if that fails; None if idle.
+        stopping: Task that ends the process; None if idle.
+        failure: Why the last load failed or the process died; None otherwise.
+        loaded: Last report of the process; None before the first load.
+        num_requests: Requests that run on the model or wait for it.
+        num_waiting: Requests that wait for it to load.
+        unused: Set while num_requests is 0.
+        keep_alive: Seconds to keep the model loaded without requests; None: no limit.
+        last_used: Unix time when its last request ended; None if there was none.
+        turn: Rank of that end among all requests, for least recently used.
+        timer: Unloads the model when keep_alive has passed.
+        expires_at: Unix time at which the timer fires.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -86,22 +85,22 @@ class PooledModel:
             return ModelState.LOADING
         if self.failure is not None:
             return ModelState.FAILED
-        # Until its process has ended, its memory is in use.
+        # The memory stays in use until the process has exited.
         return ModelState.UNLOADED if self.process is None else ModelState.LOADED
 
     @property
     def is_loaded(self) -> bool:
-        """True if requests can be sent to its process."""
+        """True if its process accepts requests."""
         return self.process is not None and self.loading is None and self.stopping is None
 
     @property
     def is_idle(self) -> bool:
-        """True if it is loaded and no request needs it."""
+        """True if it is loaded and has no requests."""
         return self.is_loaded and self.num_requests == 0
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes while it is loaded: measured, or estimated before the first time."""
+        """Bytes that the loaded model takes: measured, or estimated before the first load."""
         if self.loaded is not None:
             return self.loaded.memory
         return (self.files.weight_bytes or 0) + self.spec.kv_bytes + PROCESS_BYTES
@@ -113,7 +112,7 @@ class PooledModel:
 
 
 class Lease:
-    """A request's hold on a model, from `ModelPool.lease` to `release`."""
+    """Keeps a model loaded for one request, from `ModelPool.lease` to `release`."""
 
     def __init__(self, pool: ModelPool, model: PooledModel) -> None:
         self._pool, self._model = pool, model
@@ -134,7 +133,7 @@ class Lease:
         return await self._pool.wait_loaded(self._model)
 
     def release(self) -> None:
-        """Ends the hold; the model may be unloaded from now on."""
+        """Ends the lease. The pool may unload the model from now on."""
         if not self._is_released:
             self._is_released = True
             self._pool.end(self._model)
@@ -205,7 +204,7 @@ class ModelPool:
         while True:
             for model in models:
                 await self.unload(model.name)
-            async with self._making_room:  # No process is started meanwhile.
+            async with self._making_room:  # The lock keeps new processes from starting.
                 if all(model.process is None for model in models):
                     yield
                     return
@@ -273,7 +272,7 @@ class ModelPool:
     def lease(
         self, name: str | None, keep_alive: float | KeepAlive | None = KeepAlive.AS_BEFORE
     ) -> Lease:
-        """Begins a request to a model, which must `release` it.
+        """Leases a model to a request, which must call `release`.
 
         Args:
             keep_alive: Seconds that the model stays loaded after its last request; None: no limit.
@@ -297,8 +296,8 @@ class ModelPool:
             if model.num_waiting >= self._max_waiting:
                 raise ApiError(
                     429,
-                    f"{model.num_waiting} requests wait for the model {model.name!r} to be loaded, "
-                    "and no more may",
+                    f"the queue is full: {model.num_waiting} requests wait for the model "
+                    f"{model.name!r} to load",
                     code="queue_full",
                     headers={"Retry-After": str(RETRY_AFTER)},
                 )
@@ -308,7 +307,7 @@ class ModelPool:
             assert loading is not None
             model.num_waiting += 1
             try:
-                # One task loads for all requests, some of which may leave before it is done.
+                # All requests share one load. It goes on if some of them disconnect.
                 await asyncio.wait({loading})
             finally:
                 model.num_waiting -= 1
@@ -341,7 +340,7 @@ class ModelPool:
         model.loading.add_done_callback(end)
 
     async def _load(self, model: PooledModel) -> ApiError | None:
-        """Brings up a model's process; returns the reason if it could not."""
+        """Starts a model's process; returns an error if that fails."""
         began = time.monotonic()
         model.failure = None
         try:
@@ -378,7 +377,7 @@ class ModelPool:
         return unavailable(f"the model {model.name!r} was unloaded", "unloaded")
 
     async def _make_room(self, model: PooledModel) -> None:
-        """Unloads idle models, the least recently used first, until a model fits.
+        """Unloads idle models, least recently used first, until a model fits.
 
         Raises:
             ApiError: 503 or 507, it does not fit next to those that must stay.
@@ -394,7 +393,7 @@ class ModelPool:
             await self._unload(min(idle, key=lambda m: m.turn))
 
     async def _shrink(self) -> None:
-        """Unloads idle models while those loaded take more than was estimated."""
+        """Unloads idle models while the loaded ones exceed the budget."""
         async with self._making_room:
             while self._in_use() > self.budget:
                 idle = [m for m in self.models if m.is_idle and not m.spec.pinned]
@@ -407,15 +406,15 @@ class ModelPool:
                 await self._unload(min(idle, key=lambda m: m.turn))
 
     def _in_use(self, other_than: PooledModel | None = None) -> int:
-        """Bytes of the budget that processes take."""
+        """Returns the bytes that running processes take from the budget."""
         return sum(m.memory for m in self.models if m.process is not None and m is not other_than)
 
     def _no_room(self, model: PooledModel) -> ApiError:
         others = [m for m in self.models if m.process is not None and m is not model]
         stay = ", ".join(f"{m.name} {m.memory / _GIB:.1f} GiB ({_why_it_stays(m)})" for m in others)
         message = (
-            f"the model {model.name!r} needs {model.memory / _GIB:.1f} GiB, but of the "
-            f"{self.budget / _GIB:.1f} GiB of --memory-budget {self._in_use(model) / _GIB:.1f} GiB "
+            f"the model {model.name!r} needs {model.memory / _GIB:.1f} GiB, but "
+            f"{self._in_use(model) / _GIB:.1f} of {self.budget / _GIB:.1f} GiB (--memory-budget) "
             f"are in use: {stay or 'by no model'}"
         )
         kept = sum(m.memory for m in others if m.spec.pinned)
@@ -424,17 +423,17 @@ class ModelPool:
         return unavailable(message, MEMORY_BUDGET)
 
     async def _watch(self, model: PooledModel, process: ServingProcess) -> None:
-        """Notes that a process has ended by itself."""
+        """Marks a model as failed when its process dies."""
         how = await process.ended()
         if model.process is process and model.stopping is None:
             model.failure = f"its process has ended ({how})"
-            logger.error("the model %s is gone: %s", model.name, model.failure)
+            logger.error("the model %s failed: %s", model.name, model.failure)
             await self._stop(model)
 
     # Unloading.
 
     def _plan_end(self, model: PooledModel) -> None:
-        """Sets the timer of a model anew, by its state."""
+        """Restarts or clears a model's idle timer."""
         if model.timer is not None:
             model.timer.cancel()
         model.timer = model.expires_at = None
@@ -447,13 +446,13 @@ class ModelPool:
         self._spawn(self._unload(model))
 
     async def _unload(self, model: PooledModel) -> None:
-        """Ends the process of a model, unless a request needs it."""
+        """Ends a model's process if the model is idle."""
         if model.is_idle:
             logger.info("unloading the model %s", model.name)
             await self._stop(model)
 
     async def _stop(self, model: PooledModel, drain_timeout: float = _IDLE_DRAIN) -> None:
-        """Ends the process of a model, which has no requests by default."""
+        """Ends a model's process and waits for it."""
         if model.process is None:
             return
         if model.stopping is None:
@@ -472,7 +471,7 @@ class ModelPool:
     # The end.
 
     def drain(self) -> None:
-        """Loads no more models; requests that wait for one get 503."""
+        """Stops loading models. Requests that wait for one get 503."""
         if not self._is_closing:  # A second time would break off the end of their processes.
             self._is_closing = True
             for model in self.models:

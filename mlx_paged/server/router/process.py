@@ -18,21 +18,21 @@ from mlx_paged.server.router.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-#: Takes the number of a client's budget, and tokens that it has used.
+#: Called with an account number and the tokens that it used.
 OnUsed = Callable[[int, int], None]
 
-# Seconds for a process to end after its requests have; then it is killed.
+# Seconds to wait for a process to exit after its requests have finished, before it is killed.
 _GRACE = 10.0
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a process tells of its model once that is loaded.
+    """A process's report about the model that it has loaded.
 
     Attributes:
         memory: Bytes of the process: weights, the whole KV cache, and the interpreter.
         max_model_len: Maximum tokens of prompt and answer; None: no limit.
-        input_modalities: What the model reads: "text", and media.
+        input_modalities: "text", and the kinds of media that the model accepts.
         adapters: Names of its LoRA adapters.
     """
 
@@ -43,7 +43,7 @@ class LoadedModel:
 
 
 class ProcessFailedError(Exception):
-    """A process ended before its model was loaded; the message gives the reason."""
+    """A process could not load its model. The message says why."""
 
 
 class ServingProcess(Protocol):
@@ -61,17 +61,17 @@ class ServingProcess(Protocol):
         """
 
     async def ended(self) -> str:
-        """Waits for the end of the process; returns how it ended, for the log."""
+        """Waits for the process to exit; returns a description of how it ended."""
 
     async def stop(self, drain_timeout: float) -> None:
-        """Ends the process, at once if it is still loading, and waits for it.
+        """Ends the process and waits for it. A process that is still loading ends immediately.
 
         Args:
             drain_timeout: Seconds for running requests to finish.
         """
 
     def kill(self) -> None:
-        """Ends the process now, without waiting."""
+        """Kills the process without waiting."""
 
 
 class ModelProcess:
@@ -99,7 +99,7 @@ class ModelProcess:
             socket: Path of the socket that it will listen on.
             on_used: Called with an account and the number of tokens that it has used.
         """
-        # The child finds the same modules, and none of the working directory.
+        # Same sys.path as here, without the working directory.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", code, str(socket),
@@ -154,7 +154,7 @@ class ModelProcess:
             self._process.kill()
 
     async def _listen(self) -> None:
-        """Reads what the process tells, until it ends."""
+        """Reads the process's reports until it exits."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             told = json.loads(line)

@@ -1,4 +1,4 @@
-"""RouterService: what `server.run` runs to serve several models."""
+"""RouterService: the `server.run.Service` that serves several models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RouterService:
         budget: int,
         max_waiting: int = 1024,
     ) -> None:
-        # Only this user may enter it. Paths of sockets must be short, about a hundred bytes.
+        # Private to this user, and short: paths of Unix sockets have about 100 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="mlx-paged-"))
         self._numbers = count()
         self._pool = ModelPool(
@@ -70,7 +70,7 @@ class RouterService:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def watch(self, address: str) -> int | None:
-        """Loads the models to preload. A router goes on without a model that fails."""
+        """Preloads models. The router keeps running if one of them fails."""
         self._context.is_preloading = True
         names = ", ".join(model.name for model in self._pool.models)
         budget = self._pool.budget / _GIB

@@ -1,4 +1,4 @@
-"""ModelSpec: a model of the router, as the options describe it."""
+"""ModelSpec: the configuration of one model behind the router."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlx_paged.errors import InvalidParameterError
 
-#: Bytes of a process besides weights and KV cache, as long as it has not been measured.
+#: Estimated bytes of a process besides weights and KV cache, used until it is measured.
 PROCESS_BYTES = 400 << 20
 #: Names that mean the first model.
 DEFAULT_NAMES = frozenset({"default"})
@@ -14,7 +14,7 @@ DEFAULT_NAMES = frozenset({"default"})
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model of the router.
+    """The configuration of one model.
 
     Attributes:
         name: The name in answers.
@@ -26,7 +26,7 @@ class ModelSpec:
         ttl: Seconds without requests after which it is unloaded; None: no limit.
         adapters: Names of the adapters of its options.
         max_num_seqs: Maximum sequences that it runs at once.
-        launch: What its process needs to start, for `ModelProcess`.
+        launch: Options for its process, as bytes that `ModelProcess` passes on.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Upstream: a request to a process, as HTTP/1.1 over its Unix domain socket, and the response."""
+"""Upstream: an HTTP/1.1 client for one request to a model's process over its Unix socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UpstreamError(Exception):
 
 
 class Upstream:
-    """The response of a process. Its head is there; its body comes with `chunks`.
+    """A response whose head has arrived. `chunks` yields the body.
 
     Attributes:
         status: Its status.
@@ -64,7 +64,7 @@ class Upstream:
         return made
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, in the pieces that arrive.
+        """Yields the body as it arrives.
 
         Raises:
             UpstreamError: It breaks off.
@@ -79,11 +79,11 @@ class Upstream:
             await self._receive()
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Returns the whole body."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     def close(self) -> None:
-        """Ends the connection; the process aborts a request that is not answered."""
+        """Closes the connection. The process aborts an unfinished request."""
         self._writer.transport.abort()
 
     async def _receive(self) -> None:

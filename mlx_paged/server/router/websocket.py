@@ -1,4 +1,4 @@
-"""The WebSocket of `/v1/responses`, tunneled to the process of the model that it names first.
+"""Tunnels the WebSocket of `/v1/responses` to the process of the model that it names first.
 
 The model stays loaded while the connection is open. Its process answers the messages, and ends the
 connection when its time is over or the server shuts down (`responses_api.websocket`).
@@ -34,7 +34,7 @@ _CARRIED = (b"traceparent", b"tracestate")
 
 
 async def responses_socket(socket: WebSocket) -> None:
-    """Passes the messages of one connection on until it ends."""
+    """Tunnels one connection until it ends."""
     context: RouterContext = socket.app.state.context
     try:
         context.check_takes_requests()
@@ -152,7 +152,7 @@ class _Tunnel:
             await _cancel(taking, draining)
 
     async def _connect(self, message: str | bytes) -> ClientConnection:
-        """Connects the process of the model that a message names, once that is loaded.
+        """Connects to the model that a message names, and waits until it is loaded.
 
         Raises:
             ApiError: There is no such model, it cannot be loaded, or it does not take messages.
@@ -191,7 +191,7 @@ class _Tunnel:
             raise _gone() from error
 
     async def _send_on(self, upstream: ClientConnection) -> None:
-        """Passes the client's messages to the process."""
+        """Forwards the client's messages to the process."""
         assert self._lease is not None
         own = self._lease.model
         while True:
@@ -217,7 +217,7 @@ class _Tunnel:
                 return
 
     async def _return(self, upstream: ClientConnection) -> None:
-        """Passes the events of the process to the client, and the end of its connection."""
+        """Forwards the process's events, and finally its close code, to the client."""
         try:
             while True:
                 event = await upstream.recv()
@@ -244,7 +244,7 @@ class _Tunnel:
             budget.admit()
 
     def _note_idleness(self) -> None:
-        """Marks a connection without a turn as one that may be closed for room."""
+        """Marks a connection without a turn as idle: the listener may close it."""
         now = asyncio.get_running_loop().time()
         self._socket.scope["state"][IDLE_SINCE] = None if self._num_turns else now
 
