@@ -14,7 +14,7 @@ from support.simulated import launches, needs_simulator, sim_ext
 
 from mlx_paged import LLM, SamplingParams, kernels
 from mlx_paged.calibration import calibrate as calibration
-from mlx_paged.calibration import machine
+from mlx_paged.calibration import cases, machine
 from mlx_paged.calibration.cache import Cache, Result
 from mlx_paged.calibration.verdicts import RejectedKernelError
 from mlx_paged.engine.calibration import follow_known_verdicts
@@ -38,6 +38,9 @@ def _on_a_mac(monkeypatch, tmp_path) -> None:
     """The simulated GPU needs calibration, in a child process of its own and a new cache."""
     monkeypatch.setattr(machine, "is_needed", lambda platform: True)
     monkeypatch.setattr(calibration, "MODULE", "support.calibration_child")
+    # Fewer rows than by default, with the same kernels.
+    monkeypatch.setattr(cases, "TIMED_ROWS", (1, 16))
+    monkeypatch.setattr(cases, "PIECE_TOKENS", (0, 768))
     monkeypatch.setattr(calibration, "SECONDS", 300.0)
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

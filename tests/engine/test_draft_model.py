@@ -115,7 +115,7 @@ def test_a_model_always_accepts_itself(splits: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 def test_parameters_that_depend_on_the_drafts_before(seed: int) -> None:
     """Penalties, bad words and grammars: drafts take them into account."""
     prompts, params = requests_of(30 + seed, 30)
@@ -228,7 +228,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], Sa
 
 
 @pytest.mark.parametrize("step_tokens", [32, 2048])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(16)
 def test_drafts_are_those_of_the_draft_model_alone(step_tokens: int, drafts: Any) -> None:
     """After rejected drafts, prefix hits, copies and preemption, and after steps without drafts.
     Prompts go in chunks."""

@@ -55,7 +55,7 @@ def check(llm: LLM, name: str) -> None:
 SOME = ["gemma3", "llama4", "qwen3_next", "recurrent_gemma"]  # of every kind of group
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "run"),
     [

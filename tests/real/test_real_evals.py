@@ -45,9 +45,11 @@ def test_grade_school_mathematics(service: LocalService) -> None:
 
 
 @pytest.mark.one_in(17)
-@pytest.mark.parametrize("task", ["hellaswag-sample", "truthfulqa-sample"])
-def test_multiple_choice(task: str, service: LocalService) -> None:
-    assert 0.1 <= metrics(service, task, 10)["acc"] <= 0.8
+@pytest.mark.parametrize(
+    ("task", "num_questions"), [("hellaswag-sample", 4), ("truthfulqa-sample", 10)]
+)
+def test_multiple_choice(task: str, num_questions: int, service: LocalService) -> None:
+    assert 0.1 <= metrics(service, task, num_questions)["acc"] <= 0.8
 
 
 @pytest.mark.long
@@ -56,9 +58,9 @@ def test_completions_of_functions_are_python(service: LocalService) -> None:
 
 
 def test_forced_calls_are_valid(service: LocalService) -> None:
-    found = metrics(service, "tool-calls:simple_python", 5)
+    found = metrics(service, "tool-calls:simple_python", 3)
     assert found["called,required"] == 1
-    assert found["valid,required"] >= 0.8, "all but those that max_tokens has cut"
+    assert found["valid,required"] >= 0.6, "all but those that max_tokens has cut"
     assert 0 <= found["called,auto"] <= 1
 
 

@@ -73,8 +73,8 @@ def test_what_is_not_finished_in_time_is_told_so() -> None:
 
 NOISE = """
 import threading, warnings
-import mlx_paged.engine.async_engine as engine
-load = engine.load
+import mlx_paged.engine.ranks.start as start
+load = start.load
 def noisy(*args, **options):
     from transformers.utils import logging
     logging.get_logger("transformers.some.module").warning("a word of transformers")
@@ -88,7 +88,7 @@ def noisy(*args, **options):
     thread.start()
     thread.join()
     return load(*args, **options)
-engine.load = noisy
+start.load = noisy
 from mlx_paged.cli.main import main
 main()
 """
@@ -185,10 +185,11 @@ def test_it_stays_up_when_descriptors_run_out() -> None:
 LOADING = """
 import sys, threading
 import mlx_paged.engine.async_engine as engine
+import mlx_paged.engine.ranks.start as start
 def load(*args, **options):
     print("loading", sys.getswitchinterval(), flush=True)
     threading.Event().wait(600)
-engine.load = load
+start.load = load
 engine.AsyncEngine._at_exit = lambda self: print("waiting for the thread", flush=True)
 from mlx_paged.cli.main import main
 main()

@@ -235,12 +235,12 @@ def process(
     url = f"{scheme}://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 300
-        while started.poll() is None and time.monotonic() < deadline:
-            transport = httpx.HTTPTransport(uds=path, verify=False)
-            with contextlib.suppress(httpx.TransportError), httpx.Client(transport=transport) as c:
-                if c.get(f"{url}/{until}").status_code == 200:
-                    break
-            time.sleep(0.05)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path, verify=False)) as client:
+            while started.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{url}/{until}").status_code == 200:
+                        break
+                time.sleep(0.05)
         yield started, url
     finally:
         if started.poll() is None:
