@@ -70,13 +70,14 @@ int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_items
 
 // Rows of one sequence that share a pass over their context.
 struct Item {
-  int sequence;
+  int sequence;  // whose block table is read
   int64_t row_begin;
   int64_t row_end;
   int64_t first_block;
   int64_t end_block;
   int64_t num_tokens;  // from the first block on
   int64_t num_splits;
+  int64_t first_token;  // that any row sees
 
   int64_t piece_end(int64_t piece, int64_t piece_begin, int64_t aligned_blocks) const {
     return aligned_blocks ? std::min((piece_begin / aligned_blocks + 1) * aligned_blocks, end_block)
@@ -158,10 +159,47 @@ int64_t aligned_blocks(const PlanRules& rules) {
   return rules.split_tokens || rules.on_gpu ? 0 : kLongest / rules.block_size;
 }
 
+// A window may begin within a block. From there on, kernels take tokens in tiles that begin at
+// multiples of this or of twice as many.
+constexpr int64_t kTileTokens = 16;
+
+// True if sequence `i` is the row of a draft, and sequence i - 1 the row before it: they have the
+// same blocks, and row i sees the key that row i - 1 writes.
+bool follows(const PlanSequences& seqs, const PlanRules& rules, int i) {
+  if (i == 0 || seqs.bounds || seqs.query_lens[i] != 1 || seqs.query_lens[i - 1] != 1 ||
+      seqs.context_lens[i] != seqs.context_lens[i - 1] + 1) {
+    return false;
+  }
+  const int32_t* table = seqs.tables + int64_t(i) * seqs.table_width;
+  int64_t num_blocks = ceil_div(seqs.context_lens[i], rules.block_size);
+  // Sequences that share a prefix differ in their newest block.
+  return table[num_blocks - 1] == (table - seqs.table_width)[num_blocks - 1] &&
+         std::equal(table, table + num_blocks, table - seqs.table_width);
+}
+
+// Lets the item's row join those of the item before it, if their sums stay as they are alone: the
+// context is cut into the same pieces, and these into the same tiles.
+bool join(Item& before, const Item& item, const PlanRules& rules) {
+  if (before.row_end - before.row_begin >= rules.shared_rows ||
+      before.first_block != item.first_block || before.end_block != item.end_block ||
+      before.num_splits != item.num_splits ||
+      before.first_token / kTileTokens != item.first_token / kTileTokens) {
+    return false;
+  }
+  before.row_end = item.row_end;
+  before.num_tokens = std::max(before.num_tokens, item.num_tokens);
+  return true;
+}
+
 std::vector<Item> items_of(
     const AttentionPlan& plan, const PlanSequences& seqs, const PlanRules& rules) {
   std::vector<Item> items;
+  int first_of_run = 0;
   for (int i = 0; i < seqs.count; i++) {
+    // All rows of a run read the table of its first one. That tells the launch how many keys of the
+    // step they see (num_written in kernel_table.h).
+    bool is_later = follows(seqs, rules, i);
+    first_of_run = is_later ? first_of_run : i;
     int64_t num_items = ceil_div(seqs.query_lens[i], rules.rows_per_item);
     for (int64_t part = 0; part < num_items; part++) {
       int64_t begin = plan.query_starts[i] + part * rules.rows_per_item;
@@ -176,7 +214,11 @@ std::vector<Item> items_of(
       if (int64_t blocks = aligned_blocks(rules)) {
         num_splits = ceil_div(end_block, blocks) - first_block / blocks;
       }
-      items.push_back({i, begin, end, first_block, end_block, num_tokens, num_splits});
+      Item item{first_of_run, begin,      end,        first_block,
+                end_block,    num_tokens, num_splits, seen.begin};
+      if (!is_later || !join(items.back(), item, rules)) {
+        items.push_back(item);
+      }
     }
   }
   // Longest first.

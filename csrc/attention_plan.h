@@ -39,6 +39,10 @@ struct PlanRules {
   bool on_gpu;
   bool pads;     // rounds sizes that depend on contexts, so that shapes repeat
   int num_rows;  // total, padded with rows that belong to no sequence; 0: no padding
+  // Maximum rows of a sequence that share a pass over its context although each is planned as a
+  // sequence of its own, as drafts are; 1: none. Kernels then give each row the bits that it has
+  // alone (cuda::max_shared_rows).
+  int64_t shared_rows;
 };
 
 struct AttentionPlan {

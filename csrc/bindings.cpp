@@ -143,7 +143,7 @@ void bind_extension(nb::module_& m) {
          const Numbers<const int64_t, 1>& context_lens, const Numbers<const int64_t, 1>& query_lens,
          const std::optional<Numbers<const int32_t, 2>>& bounds, int block_size, int64_t window,
          int64_t rows_per_item, int64_t split_tokens, bool on_gpu, bool pads, int num_rows,
-         bool stays, mx::StreamOrDevice stream) -> std::optional<Arrays> {
+         int64_t shared_rows, bool stays, mx::StreamOrDevice stream) -> std::optional<Arrays> {
         size_t count = context_lens.shape(0);
         if (tables.shape(0) != count || num_blocks.shape(0) != count ||
             query_lens.shape(0) != count || (bounds && bounds->shape(0) != 2)) {
@@ -153,12 +153,12 @@ void bind_extension(nb::module_& m) {
             {int(count), int(tables.shape(1)), tables.data(), num_blocks.data(),
              context_lens.data(), query_lens.data(), bounds ? bounds->data() : nullptr,
              bounds ? int(bounds->shape(1)) : 0},
-            {block_size, window, rows_per_item, split_tokens, on_gpu, pads, num_rows});
+            {block_size, window, rows_per_item, split_tokens, on_gpu, pads, num_rows, shared_rows});
         return plan ? std::optional(sent(*plan, stream, stays)) : std::nullopt;
       },
       "tables"_a, "num_blocks"_a, "context_lens"_a, "query_lens"_a, nb::kw_only(),
       "bounds"_a = nb::none(), "block_size"_a, "window"_a, "rows_per_item"_a, "split_tokens"_a,
-      "on_gpu"_a, "pads"_a, "num_rows"_a, "stays"_a, "stream"_a = nb::none());
+      "on_gpu"_a, "pads"_a, "num_rows"_a, "shared_rows"_a, "stays"_a, "stream"_a = nb::none());
 
   m.def(
       "token_bytes",
@@ -250,6 +250,16 @@ void bind_extension(nb::module_& m) {
       },
       "dtype"_a, "group"_a, "key_dim"_a, "value_dim"_a, "rows"_a,
       "Host name of the kernel for items of this many rows; empty if none is left.");
+
+  m.def(
+      "max_shared_rows",
+      [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
+         bool has_alibi) {
+        auto layer = layer_of(queries, key_pool, value_pool, has_alibi ? paged::FEATURE_ALIBI : 0);
+        return max_shared_rows(gpu::kind(), layer, key_pool.shape(1));
+      },
+      "queries"_a, "key_pool"_a, "value_pool"_a, "has_alibi"_a,
+      "Maximum rows of a sequence that one pass serves with the bits that each has alone.");
 
   m.def(
       "reject_kernels", &reject_kernels, "host_names"_a,

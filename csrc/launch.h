@@ -173,9 +173,17 @@ struct AttentionLayer {
   bool operator==(const AttentionLayer&) const = default;
 };
 
+// The layer of a call of paged_attention, given bits of paged::features_of.
+AttentionLayer layer_of(
+    const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool, int features);
+
 // Returns the kernel that serves items of this many rows, by host name; empty if calibration
 // rejected every one, or none supports the head dims.
 std::string attention_kernel_for(Gpu gpu, const AttentionLayer& layer, int query_rows);
+
+// Maximum rows of a sequence that one item may serve with the bits that each has in an item of its
+// own; 1: none but the first.
+int max_shared_rows(Gpu gpu, const AttentionLayer& layer, int block_size);
 
 // Returns every pipeline that a step of any size can need for such a layer. Empty if no kernel
 // supports the head dims.

@@ -23,6 +23,7 @@
 #include "../metal/kernel_table.h"
 #include "attention_plan.h"
 #include "cuda/portable_shape.h"
+#include "cuda/variants.h"
 #include "host_copies.h"
 #include "primitives.h"
 #include "rejected_kernels.h"
@@ -47,6 +48,9 @@ std::vector<uint8_t> function_constants(const AttentionLayer& layer) {
   return values;
 }
 
+// As num_written: all keys.
+constexpr int kUnknown = 1 << 30;
+
 struct Rows {
   int fewest = std::numeric_limits<int>::max();
   int most = 0;
@@ -56,8 +60,8 @@ struct PlanSummary {
   std::map<AttentionVariant, Rows> variants;
   int num_partials = 0;
   int max_merge_rows = 0;
-  int covered_rows = 0;          // rows that some item or merge writes
-  bool has_one_row_each = true;  // sequence i has the single row i
+  int covered_rows = 0;  // rows that some item or merge writes
+  int max_written = 0;   // see num_written in kernel_table.h
 };
 
 // The items of a plan and their owner: the host's copy if the plan has been sent to a GPU.
@@ -210,7 +214,10 @@ PlanSummary read_plan(const Arrays& in, const LayerShape& layer) {
     if (rows <= 0) {
       continue;
     }
-    plan.has_one_row_each &= rows == 1 && work[i].row_begin == work[i].sequence;
+    // Sequences before this one have at least one row each, unless it begins before their number.
+    int written =
+        work[i].row_begin < work[i].sequence ? kUnknown : work[i].row_end - work[i].sequence;
+    plan.max_written = std::max(plan.max_written, written);
     auto& range = plan.variants[variant_of(rows)];
     range.fewest = std::min(range.fewest, rows);
     range.most = std::max(range.most, rows);
@@ -294,6 +301,19 @@ AttentionVariant attention_variant(Gpu gpu, int query_rows, int group, int key_d
   return {AttentionKernel::decode_matrix, rows};
 }
 
+AttentionLayer layer_of(
+    const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
+    int features) {
+  return {
+      dtype_of(queries.dtype()),
+      queries.shape(1) / key_pool.shape(2),
+      layout_of(key_pool).head_dim,
+      layout_of(value_pool).head_dim,
+      features,
+      format_of(key_pool.dtype()),
+      format_of(value_pool.dtype())};
+}
+
 std::string attention_kernel_for(Gpu gpu, const AttentionLayer& layer, int query_rows) {
   if (!has_kernels(layer.key_dim, layer.value_dim)) {
     return "";
@@ -304,6 +324,11 @@ std::string attention_kernel_for(Gpu gpu, const AttentionLayer& layer, int query
   return variant && merges
              ? kernel_of(*variant, gpu, layer.dtype, layer.key_dim, layer.value_dim).host_name
              : "";
+}
+
+int max_shared_rows(Gpu gpu, const AttentionLayer& layer, int block_size) {
+  // On Apple GPUs, kernels of one row and of several sum in different orders.
+  return gpu == Gpu::nvidia ? cuda::max_shared_rows(layer, block_size) : 1;
 }
 
 std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) {
@@ -463,7 +488,9 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.options = options;
     params.key_format = int(format_of(keys.dtype()));
     params.value_format = int(format_of(in[kValuePool].dtype()));
-    params.writes_last_only = plan.has_one_row_each;
+    // In steps that keep their captured launches while the number of drafts changes.
+    params.num_written =
+        plan.max_written > kUnknown / 2 ? kUnknown : int(std::bit_ceil(unsigned(plan.max_written)));
 
     Launch launch;
     launch.buffers.push_back(queries_read);

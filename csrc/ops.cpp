@@ -227,9 +227,7 @@ mx::array paged_attention(
       paged::attention_options(scale, window, softcap, sinks.has_value(), alibi_slopes.has_value());
   auto of_step = options;
   of_step.bounded_rows = has_bounds ? queries.shape(0) : 0;
-  note_attention_layer(
-      {dtype_of(queries.dtype()), num_q_heads / num_kv_heads, key_dim, value_dim,
-       paged::features_of(of_step), format_of(key_pool.dtype()), format_of(value_pool.dtype())});
+  note_attention_layer(layer_of(queries, key_pool, value_pool, paged::features_of(of_step)));
   return mx::array(
       {queries.shape(0), num_q_heads, value_dim}, queries.dtype(),
       std::make_shared<PagedAttention>(s, options), std::move(inputs));

@@ -196,11 +196,11 @@ static inline bool has_row_options(const AttentionOptions& options) {
 }
 
 // Bit i: function constant FIRST_FEATURE + i is true.
-enum { FIRST_FEATURE = 4, NUM_FEATURES = 5 };
+enum { FIRST_FEATURE = 4, NUM_FEATURES = 5, FEATURE_ALIBI = 1 << 4 };
 static inline int features_of(const AttentionOptions& options) {
   return (options.window != WHOLE_CONTEXT) | (options.softcap > 0.0f) << 1 |
          (options.has_sinks != 0) << 2 | (options.bounded_rows > 0) << 3 |
-         (options.has_alibi != 0) << 4;
+         (options.has_alibi ? FEATURE_ALIBI : 0);
 }
 
 // Converts a user's options; 0 means no window or no soft cap.

@@ -48,7 +48,7 @@ struct AttentionParams {
   AttentionOptions options;
   int key_format;  // FORMAT_..., also as function constants (pool_options.h)
   int value_format;
-  int writes_last_only;  // each row's own key is the only visible one that the step writes
+  int num_written;  // an item sees at most this many keys that the step writes, its newest ones
 };
 static_assert(
     sizeof(AttentionParams) == 40 + sizeof(AttentionOptions), "the same for every compiler");

@@ -137,7 +137,7 @@ def max_product_rows() -> int:
 
 def upload(arrays: Sequence[Annotated[NDArray, dict(order='C', device='cpu', writable=False)]], *, stays: bool = False, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...
 
-def plan_attention(tables: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_blocks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], query_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], *, bounds: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None, block_size: int, window: int, rows_per_item: int, split_tokens: int, on_gpu: bool, pads: bool, num_rows: int, stays: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array] | None: ...
+def plan_attention(tables: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_blocks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], context_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], query_lens: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], *, bounds: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None, block_size: int, window: int, rows_per_item: int, split_tokens: int, on_gpu: bool, pads: bool, num_rows: int, shared_rows: int, stays: bool, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array] | None: ...
 
 def token_bytes(ids: list, vocab_size: int) -> bytes | None: ...
 
@@ -171,6 +171,11 @@ def attention_layers() -> list:
 def attention_kernel(dtype: mlx.core.Dtype, group: int, key_dim: int, value_dim: int, rows: int) -> str:
     """
     Host name of the kernel for items of this many rows; empty if none is left.
+    """
+
+def max_shared_rows(queries: mlx.core.array, key_pool: mlx.core.array, value_pool: mlx.core.array, has_alibi: bool) -> int:
+    """
+    Maximum rows of a sequence that one pass serves with the bits that each has alone.
     """
 
 def reject_kernels(host_names: Sequence[str]) -> None:

@@ -152,6 +152,7 @@ def plan_attention(
     on_gpu: bool,
     pads: bool,
     num_rows: int | None,
+    shared_rows: int,
     stays: bool,
 ) -> AttentionPlan | None:
     """Builds the plan of a step for `model.plan.build_plan`, which documents the numbers.
@@ -165,6 +166,7 @@ def plan_attention(
         on_gpu: True to split contexts for a GPU.
         pads: Pad block tables, items and merges to sizes that rarely change. Applies to decode
             steps, and to any step if `num_rows` is given.
+        shared_rows: At least 1.
         stays: See `upload`.
 
     Returns:
@@ -183,6 +185,7 @@ def plan_attention(
         on_gpu=on_gpu,
         pads=pads,
         num_rows=num_rows or 0,
+        shared_rows=shared_rows,
         stays=stays,
     )
     return None if arrays is None else AttentionPlan(*arrays)
@@ -351,6 +354,20 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         stream=stream,
     )
+
+
+def max_shared_rows(
+    queries: mx.array, key_pool: mx.array, value_pool: mx.array, *, has_alibi: bool = False
+) -> int:
+    """Returns how many rows of a sequence can share a pass over its context with the same bits.
+
+    A row's sums are then those that it has as the only row. 1 where no kernel for several rows adds
+    in the same order, as on Apple GPUs and on the CPU.
+
+    Args:
+        queries, key_pool, value_pool: See `paged_attention`; only shapes and dtypes count.
+    """
+    return ext.max_shared_rows(queries, key_pool, value_pool, has_alibi)
 
 
 def rope_rotations(

@@ -144,12 +144,15 @@ enum {
 
 }  // namespace paged
 
-// Head dim and tiles of 8 queries. A second tile at head dim 256 would not fit the registers.
+// Head dim and tiles of 8 queries. One more tile of each would not fit the registers.
 #define PAGED_FOR_EACH_TENSOR(X, ...) \
   X(__VA_ARGS__, 64, 1)               \
   X(__VA_ARGS__, 64, 2)               \
+  X(__VA_ARGS__, 64, 3)               \
+  X(__VA_ARGS__, 64, 4)               \
   X(__VA_ARGS__, 128, 1)              \
   X(__VA_ARGS__, 128, 2)              \
+  X(__VA_ARGS__, 128, 3)              \
   X(__VA_ARGS__, 256, 1)
 
 // Pairs of key and value formats with kernels: name suffix, key format, value format.

@@ -3,6 +3,7 @@
 #include "variants.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "../../metal/kernel_table.h"
+#include "../attention_plan.h"
 #include "../primitives.h"
 #include "portable_shape.h"
 #include "tensor_shape.h"
@@ -242,6 +244,37 @@ void with_largest_tiles(Launch& launch, const Arrays& in, const std::string& fil
               : paged::matrix_scratch(key_dim, value_dim, item_size, rows, groups).size;
 }
 
+// True if the launch has a kernel in which a row has the same bits whatever the other rows of its
+// item are.
+bool is_decode_on_tensor_cores(const Launch& launch) {
+  return launch.kernel.file == "paged_decode_tensor" ||
+         launch.kernel.file == "paged_decode_quantised";
+}
+
+// Serves the items of two launches by the one with more queries, as items with one row are beside
+// those of drafts. Both would read all items.
+void join_decodes(Launch& fewer, const Launch& more) {
+  auto params = params_of<paged::AttentionParams>(fewer);
+  auto others = params_of<paged::AttentionParams>(more);
+  fewer.kernel = more.kernel;
+  fewer.threadgroup_memory = more.threadgroup_memory;
+  params.max_rows = others.max_rows;
+  fewer.constants = bytes_of(params);
+}
+
+// Lets a launch of drafts serve as many rows as its kernel can, so that steps with other numbers of
+// drafts have the same launch, which is captured once.
+void widen_to_kernel(Launch& launch) {
+  auto params = params_of<paged::AttentionParams>(launch);
+  if (params.max_rows > 1) {
+    int group = params.num_q_heads / params.num_kv_heads;
+    int queries = tiles_of(params.max_rows * group, paged::TENSOR_QUERIES) * paged::TENSOR_QUERIES;
+    params.min_rows = 1;
+    params.max_rows = queries / group;
+    launch.constants = bytes_of(params);
+  }
+}
+
 void merge_by_warps(Launch& launch, const Arrays& in) {
   auto params = params_of<paged::MergeParams>(launch);
   std::ostringstream name;
@@ -249,7 +282,8 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
        << layout_of(in[Inputs::kValuePool]).head_dim;
   launch.kernel = {name.str(), "merge_splits", ""};
   uint32_t blocks = (params.num_q_heads + paged::MERGE_HEADS - 1) / paged::MERGE_HEADS;
-  launch.grid = {launch.grid[0] * blocks, launch.grid[2], 1};
+  // More rows than an item has cost little, and the launch stays while drafts become more or fewer.
+  launch.grid = {launch.grid[0] * blocks, std::bit_ceil(launch.grid[2]), 1};
   launch.threadgroup = {32 * paged::MERGE_HEADS, 1, 1};
 }
 
@@ -258,6 +292,21 @@ void merge_by_warps(Launch& launch, const Arrays& in) {
 bool has_wgmma_prefill(int key_dim, int value_dim, int block_size) {
   return key_dim == value_dim && block_size >= kMinBlock &&
          kPrefillWgmmaKernels.count({key_dim, paged::WGMMA_WARPS});
+}
+
+int max_shared_rows(const AttentionLayer& layer, int block_size) {
+  bool is_plain = layer.key_format == PoolFormat::plain;
+  auto formats = std::pair(int(layer.key_format), int(layer.value_format));
+  if (layer.dtype == DType::float32 || layer.key_dim != layer.value_dim || block_size < kMinBlock ||
+      (layer.features & paged::FEATURE_ALIBI) || (!is_plain && !kFormats.count(formats))) {
+    return 1;
+  }
+  const auto& kernels = is_plain ? kTensorKernels : kQuantisedKernels;
+  int columns = 0;
+  while (kernels.count({layer.key_dim, columns + 1})) {
+    columns++;
+  }
+  return std::clamp(columns * paged::TENSOR_QUERIES / layer.group, 1, kMaxDraftRows);
 }
 
 LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
@@ -297,6 +346,20 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
     bool portable = launch.kernel.file == file;
     if (portable && options.bounded_rows > 0) {
       with_largest_tiles(launch, in, "bounds");
+    }
+  }
+  auto& launches = list.launches;
+  for (size_t i = 1; i < launches.size();) {
+    if (is_decode_on_tensor_cores(launches[i - 1]) && is_decode_on_tensor_cores(launches[i])) {
+      join_decodes(launches[i - 1], launches[i]);
+      launches.erase(launches.begin() + i);
+    } else {
+      i++;
+    }
+  }
+  for (auto& launch : launches) {
+    if (is_decode_on_tensor_cores(launch)) {
+      widen_to_kernel(launch);
     }
   }
   return list;

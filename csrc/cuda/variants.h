@@ -11,9 +11,9 @@
 namespace mlx_paged::cuda {
 
 // Replaces launches of an operation with NVIDIA-only kernels:
-//   - paged_decode_tensor: decodes and drafts in 16 bits with up to 16 queries (query rows x heads
-//     per group); needs equal head dims of 64, 128 or 256 (256: up to 8 queries) and blocks of at
-//     least 16 tokens, as a tile of 16 must lie in one block;
+//   - paged_decode_tensor: decodes and drafts in 16 bits with up to 32, 24 or 8 queries (query rows
+//     x heads per group) at equal head dims of 64, 128 or 256; needs blocks of at least 16 tokens,
+//     as a tile of 16 must lie in one block;
 //   - paged_prefill_tensor: prefill chunks in 16 bits. With more than 16 queries and sm_90a
 //     kernels, paged_prefill_wgmma instead, with the same bits. Both need equal head dims of 64 or
 //     128 and blocks of at least 16 tokens;
@@ -24,8 +24,14 @@ namespace mlx_paged::cuda {
 //   - merge_splits: merges;
 //   - portable kernels for bounds: the rest, if the step has bounds;
 //   - general kernels: all attention of a layer with an option that no other kernel serves.
-// Without bounds, the kernel of a row depends on that row alone, and so do its bits.
+// Without bounds, the kernel of a row depends on that row alone, and so do its bits. Kernels of
+// paged_decode_tensor and paged_decode_quantised differ only in how many queries they hold: a row
+// has the same bits in each, so one launch serves decodes and drafts.
 LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma);
+
+// Maximum rows of one item whose bits are those that each row has in an item of its own: as many as
+// fit into such a kernel, or 1.
+int max_shared_rows(const AttentionLayer& layer, int block_size);
 
 // True if paged_prefill_wgmma serves 16-bit pools with these head dims and blocks.
 bool has_wgmma_prefill(int key_dim, int value_dim, int block_size);

@@ -119,7 +119,8 @@ void GpuExecutable::check(const Arrays& inputs) const {
     if (inputs[i].dtype() != input_dtypes_[i]) {
       refuse(i, "dtype", input_dtypes_[i], inputs[i].dtype());
     }
-    if (inputs[i].shape() != input_shapes_[i]) {
+    if (any_size_[i] ? inputs[i].ndim() != input_shapes_[i].size()
+                     : inputs[i].shape() != input_shapes_[i]) {
       refuse(i, "shape", input_shapes_[i], inputs[i].shape());
     }
   }

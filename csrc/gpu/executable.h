@@ -160,7 +160,8 @@ class GpuExecutable {
   // Returns the host names of its kernels, without those of attention.
   std::set<std::string> kernels(Gpu gpu) const;
 
-  // Throws std::invalid_argument for inputs of other shapes or dtypes.
+  // Throws std::invalid_argument for inputs of other shapes or dtypes. Those of `has_any_size` may
+  // have another size.
   void check(const Arrays& inputs) const;
 
   const std::vector<StepOperand>& operands() const { return operands_; }
@@ -174,7 +175,10 @@ class GpuExecutable {
   bool is_used(int input) const { return used_[input]; }
   bool is_pool(int input) const;
   size_t num_inputs() const { return input_shapes_.size(); }
-  uint64_t input_bytes(int input) const;
+  uint64_t input_bytes(int input) const;  // when it was compiled
+  // True for inputs that only attention reads: a plan's block tables, work and merges. Unused
+  // inputs have any size, too.
+  bool has_any_size(int input) const { return any_size_[input]; }
   // Inputs whose contents determine the launches of attention.
   std::vector<int> read_by_host() const;
 
@@ -209,6 +213,7 @@ class GpuExecutable {
   std::vector<mx::Shape> input_shapes_;
   std::vector<mx::Dtype> input_dtypes_;
   std::vector<bool> used_;
+  std::vector<bool> any_size_;
   std::vector<int> pools_;
   std::vector<Result> results_;
   struct OfThread {

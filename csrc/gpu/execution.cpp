@@ -51,13 +51,13 @@ std::shared_ptr<StepMemory> step_memory(int stream) {
 }
 
 GpuExecution::GpuExecution(const GpuExecutable& executable, std::shared_ptr<StepMemory> memory)
-    : executable_(executable),
-      memory_(std::move(memory)),
-      value_bytes_(executable.temporary_bytes()) {
+    : executable_(executable), memory_(std::move(memory)) {
   for (size_t i = 0; i < executable.num_inputs(); i++) {
-    input_offsets_.push_back(int64_t(value_bytes_));
-    value_bytes_ += is_copied(i) ? aligned(executable.input_bytes(int(i))) : 0;
+    // Inputs that grow with contexts get room to do so.
+    uint64_t bytes = executable.input_bytes(int(i)) * (executable.has_any_size(int(i)) ? 2 : 1);
+    capacities_.push_back(is_copied(i) ? aligned(bytes) : 0);
   }
+  place_inputs({});
   for (size_t i = 0; i < executable.operands().size(); i++) {
     const auto& operand = executable.operands()[i];
     if (operand.kind == StepOperand::Kind::result) {
@@ -72,7 +72,25 @@ bool GpuExecution::is_copied(size_t input) const {
   return executable_.is_used(int(input)) && !executable_.is_pool(int(input));
 }
 
+void GpuExecution::place_inputs(const Arrays& in) {
+  value_bytes_ = executable_.temporary_bytes();
+  input_offsets_.clear();
+  for (size_t i = 0; i < capacities_.size(); i++) {
+    if (i < in.size() && is_copied(i) && in[i].nbytes() > capacities_[i]) {
+      capacities_[i] = aligned(2 * in[i].nbytes());
+    }
+    input_offsets_.push_back(int64_t(value_bytes_));
+    value_bytes_ += capacities_[i];
+  }
+}
+
 void GpuExecution::run(const Arrays& in, const Arrays& results, StepDevice& device) {
+  for (size_t i = 0; i < in.size(); i++) {
+    if (is_copied(i) && in[i].nbytes() > capacities_[i]) {
+      graphs_.clear();  // They expect the inputs elsewhere. The device keeps those that run.
+      place_inputs(in);
+    }
+  }
   Key key{executable_.attention(in, device.kind()), {}};
   // Pools and constants keep their addresses unless MLX moves them, as it does when the host reads
   // an array of device memory.

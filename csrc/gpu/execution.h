@@ -82,8 +82,9 @@ std::shared_ptr<StepMemory> step_memory(int stream);
 
 class GpuExecution {
  public:
-  // maximum number of captured graphs
-  static constexpr size_t kMaxGraphs = 4;
+  // Maximum number of captured graphs. Their launches of attention differ, as those of contexts of
+  // up to some thousand tokens do.
+  static constexpr size_t kMaxGraphs = 32;
 
   // `executable` must outlive this, but not the steps in flight.
   GpuExecution(const GpuExecutable& executable, std::shared_ptr<StepMemory> memory);
@@ -118,6 +119,8 @@ class GpuExecution {
   };
 
   bool is_copied(size_t input) const;
+  // Gives the inputs places after the temporaries, with room for those of this step.
+  void place_inputs(const Arrays& in);
   std::shared_ptr<CapturedGraph> graph_of(Key key, const Arrays& in, StepDevice& device);
   std::vector<Segment> segments_of(const std::vector<Launch>& launches) const;
   void capture(CapturedGraph& graph, StepDevice& device) const;
@@ -126,8 +129,9 @@ class GpuExecution {
 
   const GpuExecutable& executable_;
   std::shared_ptr<StepMemory> memory_;
+  std::vector<uint64_t> capacities_;    // of the inputs, in bytes; 0: not copied
   std::vector<int64_t> input_offsets_;  // in `values`
-  uint64_t value_bytes_;
+  uint64_t value_bytes_ = 0;
   std::vector<int> result_operands_;
   std::vector<int> input_operands_;                   // copied if launches are captured
   std::list<std::shared_ptr<CapturedGraph>> graphs_;  // most recent first

@@ -49,6 +49,7 @@ void GpuLowering::run() {
     }
   }
   add_outputs();
+  find_any_size();
   find_multiplied();
   place_temporaries();
   executable_.constants_ = graph_.constants();
@@ -458,6 +459,24 @@ void GpuLowering::add_inputs() {
     views_[in.id()] = {made, 0, in.shape(), dense_strides(in.shape())};
   }
   executable_.used_.assign(graph_.inputs().size(), false);
+}
+
+void GpuLowering::find_any_size() {
+  std::vector<size_t> num_reads(executable_.input_shapes_.size());  // as a plan's work
+  for (const auto& step : executable_.steps_) {
+    if (const auto* attention = std::get_if<AttentionStep>(&step)) {
+      using A = PagedAttention;
+      for (int i : {int(A::kTables), int(A::kWork), int(A::kMerge)}) {
+        num_reads[executable_.operands_[attention->operands[i]].index]++;
+      }
+    }
+  }
+  executable_.any_size_.assign(num_reads.size(), false);
+  for (const auto& b : buffers_) {
+    if (b.kind == StepOperand::Kind::input) {
+      executable_.any_size_[b.index] = b.num_operands == num_reads[b.index];
+    }
+  }
 }
 
 void GpuLowering::add_outputs() {

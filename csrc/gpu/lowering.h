@@ -119,6 +119,7 @@ class GpuLowering {
 
   void add_inputs();
   void add_outputs();
+  void find_any_size();
   void add_result(const mx::array& output);
   bool is_tap(const Buffer& b) const;
   void find_multiplied();

@@ -415,16 +415,19 @@ class Scheduler:
         anything is indexed.
         """
         assert 1 <= len(gained) <= 1 + num_drafts
-        reason = None
+        reason, tokens, is_running = None, seq.tokens, seq.is_running
+        # The same question as in `update_from_output`: most tokens end nothing.
+        is_checked, end_token_ids = seq.stop_checker is not None, seq.end_token_ids
         for count, token in enumerate(gained, 1):
-            if seq.is_running:
-                seq.tokens.append(token)
+            if is_running:
+                tokens.append(token)
             else:
                 self.waiting.add_token(seq, token)
-            reason = self._reason_to_stop(seq, token)
-            if reason is not None:
-                del gained[count:]
-                break
+            if is_checked or token in end_token_ids or len(tokens) >= seq.max_num_tokens:
+                reason = self._reason_to_stop(seq, token)
+                if reason is not None:
+                    del gained[count:]
+                    break
         if seq.is_running:
             assert seq.tables is not None
             computed = start + length - num_drafts + len(gained) - 1
@@ -433,7 +436,8 @@ class Scheduler:
                 computed = self.kv.truncate(seq.tables, computed)
                 seq.num_scheduled_tokens = computed
             self.kv.commit(seq.tables, computed)
-        self._end(seq, reason, gained)
+        if reason is not None:
+            self._end(seq, reason, gained)
 
     def _reason_to_stop(self, seq: Sequence, token: int) -> FinishReason | None:
         """Returns why the newest token ends its sequence, or None."""

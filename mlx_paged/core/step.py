@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mlx_paged.core.encoder_cache import ScheduledMedia
@@ -78,6 +79,7 @@ class StepBatch:
     sampling: Any = None
     prompt_targets: list[tuple[int, Any]] = field(default_factory=list)
     media_inputs: list[Any] = field(default_factory=list)
+    _drafts: list[tuple[int, ...]] | None = field(default=None, init=False, compare=False)
 
     @property
     def num_seqs(self) -> int:
@@ -95,12 +97,13 @@ class StepBatch:
         return self.num_drafts.count(0) < len(self.num_drafts)
 
     def drafts(self) -> list[tuple[int, ...]]:
-        """``[num_seqs]``: the drafts of each sequence, in order."""
-        found, end = [], 0
-        for length, count in zip(self.query_lens, self.num_drafts):
-            end += length
-            found.append(tuple(self.token_ids[end - count : end]))
-        return found
+        """``[num_seqs]``: the drafts of each sequence, in order. Call it on a complete batch."""
+        if self._drafts is None:
+            ends, token_ids = accumulate(self.query_lens), self.token_ids.tolist()
+            self._drafts = [
+                tuple(token_ids[end - count : end]) for end, count in zip(ends, self.num_drafts)
+            ]
+        return self._drafts
 
     def num_samples(self) -> list[int]:
         """``[num_seqs]``: number of tokens sampled for each sequence: none, or one plus one for

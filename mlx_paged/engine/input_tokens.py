@@ -60,9 +60,13 @@ def input_tokens(
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     input_from = np.frombuffer(batch.input_from, dtype=np.int32)
     if num_known == 0:
-        if np.array_equal(input_from, np.arange(previous.tokens.size)):
-            return previous.tokens  # the same sequences in the same order
-        return previous.tokens[ops.upload(input_from)[0]]
+        num_rows = len(input_from) + num_more
+        if previous.tokens.size == num_rows and np.array_equal(
+            input_from, np.arange(len(input_from))
+        ):
+            return previous.tokens  # the same sequences in the same order, and any padding
+        padded = np.concatenate([input_from, np.zeros(num_more, dtype=np.int32)])
+        return previous.tokens[ops.upload(padded)[0]]
     source = np.full(len(known), -1, dtype=np.int32)
     is_awaited = input_from >= 0
     source[begins[is_awaited]] = input_from[is_awaited]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -247,13 +247,14 @@ class ModelRunner:
         """
         mx.eval(*launched.results, launched.written)
         batch = launched.batch
-        num_sampled = sum(batch.num_samples()) if batch.has_drafts else None
+        counts = None if batch.is_decode else batch.num_samples()
+        num_sampled = len(batch.seq_ids) if counts is None else sum(counts)
         sampled: list[int] = np.array(launched.reported)[:num_sampled].tolist()
-        if len(sampled) == len(batch.seq_ids) and not batch.has_drafts:
+        if counts is None:
             tokens = [[token] for token in sampled]
         else:
-            rest = iter(sampled)
-            tokens = [list(islice(rest, count)) for count in batch.num_samples()]
+            ends = accumulate(counts)
+            tokens = [sampled[end - count : end] for end, count in zip(ends, counts)]
         result = StepResult(tokens, hidden=launched.hidden)
         if min(sampled, default=0) < 0 and launched.sample_failure is not None:
             row = 0
@@ -422,7 +423,8 @@ class ModelRunner:
         if batch.adapters:
             adapters = np.repeat(np.frombuffer(batch.adapter_ids, dtype=np.int32), num_rows)
         tables = self._block_tables(tuple(batch.seq_ids), batch.tables)
-        if self.splits_drafts and batch.has_drafts:
+        splits_drafts = self.splits_drafts and batch.has_drafts
+        if splits_drafts:
             context_lens, num_rows, tables = _split_drafts(batch, context_lens, num_rows, tables)
         return StepInputs(
             context_lens=context_lens,
@@ -437,7 +439,8 @@ class ModelRunner:
             media=media,
             num_ordered_rows=num_ordered_rows,
             adapters=adapters,
-            may_pad=self.splits_drafts and batch.has_drafts,
+            may_pad=splits_drafts or batch.is_decode,
+            splits_drafts=splits_drafts,
         )
 
     def _step_rows(self, batch: StepBatch) -> StepRows:
@@ -453,18 +456,24 @@ class ModelRunner:
                 wanted = wanted[np.array(batch.samples)]
             if batch.has_drafts:
                 num_samples = np.array(batch.num_samples(), dtype=np.int64)
-                wanted = np.flatnonzero(_rows_behind(query_lens) < num_samples.repeat(query_lens))
+                if np.array_equal(num_samples, query_lens):
+                    wanted = np.arange(len(batch.token_ids))
+                else:
+                    behind = _rows_behind(query_lens)
+                    wanted = np.flatnonzero(behind < num_samples.repeat(query_lens))
         num_sampled = len(wanted)
         if batch.prompt_targets:
             reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in batch.prompt_targets]
             wanted = np.concatenate([wanted, *reported])
+        num_ordered = self._num_ordered(batch, query_lens) if self.model.platform.on_cpu else 0
+        return StepRows(query_lens, context_lens, begins, wanted, num_sampled, num_ordered)
+
+    def _num_ordered(self, batch: StepBatch, query_lens: np.ndarray) -> int:
         # The leading rows belong to decodes and their drafts, or to the last token of a prompt.
         is_decode = query_lens == 1 + np.frombuffer(batch.num_drafts, dtype=np.int32)
         num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
         num_ordered = int(query_lens[:num_decodes].sum())
-        if not self._orders_all and num_ordered > _MAX_ORDERED_ROWS:
-            num_ordered = 0
-        return StepRows(query_lens, context_lens, begins, wanted, num_sampled, num_ordered)
+        return num_ordered if self._orders_all or num_ordered <= _MAX_ORDERED_ROWS else 0
 
     def _block_tables(
         self, seq_ids: tuple[int, ...], tables: Sequence[tuple[StepTable, ...]]
@@ -505,12 +514,17 @@ def _split_drafts(
     the drafts before it. Then verification has the kernels, the graphs and the bits of decodes.
     """
     num_drafts = np.frombuffer(batch.num_drafts, dtype=np.int32)
-    counts = np.where(num_drafts > 0, query_lens, 1)
-    sequence = np.repeat(np.arange(len(counts)), counts)
-    later = _rows_behind(counts)
+    if len(batch.token_ids) == len(num_drafts) + num_drafts.sum():  # no prompts
+        counts, lens = query_lens, np.ones(len(batch.token_ids), dtype=np.int64)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+    else:
+        counts = np.where(num_drafts > 0, query_lens, 1)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        lens = np.where(num_drafts > 0, 1, query_lens)[sequence]
 
     def split(padded: PaddedTables) -> PaddedTables:
-        return PaddedTables(padded.blocks[sequence], padded.lengths[sequence])
+        blocks = padded.blocks.take(sequence, axis=0)
+        return PaddedTables(blocks, padded.lengths.take(sequence))
 
     if isinstance(tables, PaddedTables):
         by_row: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables] = split(tables)
@@ -518,8 +532,8 @@ def _split_drafts(
         # Groups that share their tables must go on sharing them.
         done = {id(each): split(each) for each in tables.values()}
         by_row = {group_spec: done[id(each)] for group_spec, each in tables.items()}
-    lens = np.where(num_drafts > 0, 1, query_lens)[sequence]
-    return context_lens[sequence] - later, lens, by_row
+    row = np.arange(1, len(sequence) + 1)
+    return (context_lens - counts.cumsum()).take(sequence) + row, lens, by_row
 
 
 def _rows_behind(counts: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from mlx_paged.engine.lora.files import Adapter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.model.graph_runner import padded_decodes
 from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -61,17 +62,32 @@ class Kind:
     temperature: float = 0.0
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Numbers of sequences to prepare: powers of two, and the largest."""
-    return sorted({1 << i for i in range(most.bit_length())} | {most})
+def batch_sizes(most: int, *, are_padded: bool = False) -> list[int]:
+    """Numbers of sequences to prepare: powers of two, and the largest.
+
+    Args:
+        are_padded: Also one for each shape of up to 64 sequences (`padded_decodes`), so that no
+            number of sequences meets a new one.
+    """
+    sizes = {1 << i for i in range(most.bit_length())} | {most}
+    if are_padded:
+        sizes |= {min(padded_decodes(size), most) for size in range(1, min(most, _FEW) + 1)}
+    return sorted(sizes)
 
 
-def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool) -> list[Kind]:
+def kinds(
+    config: EngineConfig,
+    max_context_len: int | None,
+    *,
+    with_cuda: bool,
+    pads_decodes: bool = False,
+) -> list[Kind]:
     """Returns the steps to run, largest first, because smaller ones reuse the memory.
 
     Args:
         max_context_len: Maximum tokens of a sequence; None means no limit.
         with_cuda: True if decode steps become graphs, and shapes of prompts are prepared.
+        pads_decodes: See `PagedModel.pads_decodes`.
     """
     longest = _LONG_CONTEXT
     if max_context_len is not None:  # A chain of steps makes the context longer.
@@ -87,7 +103,7 @@ def kinds(config: EngineConfig, max_context_len: int | None, *, with_cuda: bool)
         prompts.append(Kind(1, _FEW, longest))
     decodes = [
         kind
-        for size in reversed(batch_sizes(most))
+        for size in reversed(batch_sizes(most, are_padded=pads_decodes))
         for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
     ]
     return [*reversed(prompts), *decodes]
@@ -122,7 +138,13 @@ def warm_up(
     start = time.perf_counter()
     _load(runner, named if default is None else [*named, default])
     adapters = [default] if default is not None else [None, *named[-1:]]
-    shapes = kinds(config, max_context_len, with_cuda=runner.model.platform.has_cuda)
+    model = runner.model
+    shapes = kinds(
+        config,
+        max_context_len,
+        with_cuda=model.platform.has_cuda,
+        pads_decodes=model.pads_decodes,
+    )
     wanted = [(kind, adapter) for adapter in adapters for kind in shapes]
     for done, (kind, adapter) in enumerate(wanted):
         if on_step is not None:

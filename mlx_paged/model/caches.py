@@ -349,6 +349,13 @@ class PagedLayerCache(KVPools):
         super().__init__(context, spec, num_blocks=num_blocks, block_size=block_size)
         # The same two handles every step, because they stand for this cache.
         self.keys, self.values = KVHandle(self), KVHandle(self)
+        # (query heads, has ALiBi) of each layer that attends to these pools -> `max_shared_rows`
+        self._shared_rows: dict[tuple[int, bool], int] = {}
+
+    @property
+    def shared_rows(self) -> int | None:
+        """`ops.max_shared_rows` of its layers; None before a step of them was built."""
+        return min(self._shared_rows.values(), default=None)
 
     @property
     def offset(self) -> mx.array:
@@ -394,6 +401,9 @@ class PagedLayerCache(KVPools):
         rows = _pad(queries.astype(self.spec.dtype), self._dims[0])
         step = self._context.step
         pools = self.key_pool, value_pool
+        layer = rows.shape[1], "alibi_slopes" in options
+        if layer not in self._shared_rows:
+            self._shared_rows[layer] = ops.max_shared_rows(rows, *pools, has_alibi=layer[1])
 
         def attend(rows: mx.array, plan: AttentionPlan) -> mx.array:
             out = ops.paged_attention(rows, *pools, plan, **options)

@@ -7,6 +7,7 @@ each shape.
 With CUDA, the graph becomes one operation (`GpuExecutable`), which a GPU replays as a whole, so
 the host has almost nothing to do. That happens at a shape's first occurrence: MLX's own products
 sum in another order, and a token must not depend on how often its step's shape occurred before.
+Decodes are padded to few numbers of rows, all of which run when an engine starts.
 If the step has more rows or other operations than that supports, `mx.compile` repeats the graph
 from the third occurrence, so that shapes that do not repeat cost nothing; its arrays keep their
 sizes because those of a plan grow in strides (`plan.build_plan`). With Metal, the same operation is
@@ -42,14 +43,15 @@ logger = logging.getLogger(__name__)
 _MAX_GRAPHS = 64
 _SEEN_BEFORE = 2  # occurrences of a shape before `mx.compile` repeats it
 _ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
-# (largest number of rows, multiple to pad to) of decodes. The extra rows cost little, because the
-# products read the same weights.
-_STRIDES_OF_DECODES = ((32, 8), (64, 16), (1 << 31, 32))
+# (largest number of rows, multiple to pad to) of decodes; 0: the next power of two. The extra rows
+# cost little, because the products read the same weights.
+_STRIDES_OF_DECODES = ((4, 0), (32, 8), (64, 16), (1 << 31, 32))
 _FEW_ROWS = ops.max_product_rows()
 _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
 # Decodes have no bounds.
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
-_ANY_SIZE = {"block_tables", "work_items", "merge_items"}  # on the CPU
+# Only attention reads these, so an executable takes them at any size.
+_ANY_SIZE = {"block_tables", "work_items", "merge_items"}
 
 Pools = list[mx.array]
 
@@ -197,8 +199,7 @@ class GraphRunner:
             if may_pad_prompts and num_samples and self.takes_prompts(num_rows):
                 num_rows = _rounded_up(num_rows, _ROWS_OF_PROMPTS)
         elif may_pad_decodes and num_samples == num_rows and is_of_arrays:
-            stride = next(stride for most, stride in _STRIDES_OF_DECODES if num_rows <= most)
-            padded = _rounded_up(num_rows, stride)
+            padded = padded_decodes(num_rows)
             if self.platform.repeats_steps and self.reads_once(padded):
                 num_rows = num_sequences = num_samples = padded
         repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
@@ -375,7 +376,8 @@ class GraphRunner:
 
     def _shape_of(self, tokens: mx.array, step: Step) -> object:
         repeats = self.platform.repeats_steps
-        any_size = set() if repeats else _ANY_SIZE
+        is_compiled_graph = repeats and not self.reads_once(tokens.shape[0])
+        any_size = set() if is_compiled_graph else _ANY_SIZE
         # Operations that MLX runs have the stream of the thread that built them.
         stream = None if repeats else repr(mx.default_stream(mx.default_device()))
         return (
@@ -396,6 +398,12 @@ class GraphRunner:
         self._graphs[shape] = graph
         if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
+
+
+def padded_decodes(num_rows: int) -> int:
+    """Returns the rows of a step of this many decodes with its padding: one of few numbers."""
+    stride = next(stride for most, stride in _STRIDES_OF_DECODES if num_rows <= most)
+    return _rounded_up(num_rows, stride) if stride else 1 << (num_rows - 1).bit_length()
 
 
 def _rounded_up(count: int, stride: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
@@ -104,6 +105,9 @@ class PagedModel:
         # Padding belongs to no sequence, so it has neither a state nor a chunk.
         has_chunks = any(group_spec.chunk is not None for group_spec in layout.group_specs)
         self._may_pad = not layout.has_states and not has_chunks
+        self._has_experts = any(
+            isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) for module in model.modules()
+        )
         self._sees_within_windows = isinstance(model, TakesMedia) and model.sees_within_windows
         self.block_size = block_size
         self._context = context
@@ -116,6 +120,7 @@ class PagedModel:
         self._taps: Taps | None = None
         self._activations = "float32"
         self._least_gathered = dense_prefill.MIN_ROWS
+        self._known_shared_rows: dict[KVCacheGroupSpec, int] = {}
         # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self._adapters: AdapterLayers | None = None
@@ -179,6 +184,7 @@ class PagedModel:
         self.release()
         # Compiled graphs must not keep the old pools alive.
         self._compiled = self._make_compiled()
+        self._known_shared_rows.clear()
         leaves: list[object] = []
         for spec in self.layout.specs:
             if isinstance(spec, LayerSpec):
@@ -456,7 +462,12 @@ class PagedModel:
         step = self._step(inputs, Repetition(Repeat.NOT, int(inputs.query_lens.sum()), False))
         plans = {
             spec: self._plan(
-                inputs, inputs.tables_of(spec), replace(spec, window=spec.window - 1), None, False
+                inputs,
+                inputs.tables_of(spec),
+                replace(spec, window=spec.window - 1),
+                (),
+                None,
+                False,
             )
             for spec in self.layout.group_specs
             if spec.window is not None
@@ -485,6 +496,14 @@ class PagedModel:
         patches.ensure_installed()
         with patches.native_tower(self.platform):
             return self.model.encode(item)
+
+    @property
+    def pads_decodes(self) -> bool:
+        """True if plain decodes get further rows, so that they repeat the same few shapes.
+
+        Each shape is compiled once. Rows of padding would read the weights of experts.
+        """
+        return self.platform.has_cuda and not self._has_experts
 
     def _run(self, tokens: mx.array, step: Step, pools: list[mx.array]) -> StepOutput:
         """Runs the model's own code on these pools; the caches keep theirs. See
@@ -532,7 +551,9 @@ class PagedModel:
             and inputs.bounds is None
             and (media is None or (not len(media.rows) and media.bounds is None)),
             may_pad_prompts=may_pad and inputs.features is None,
-            may_pad_decodes=may_pad and inputs.may_pad,
+            may_pad_decodes=may_pad
+            and inputs.may_pad
+            and (inputs.splits_drafts or self.pads_decodes),
         )
 
     def _step(self, inputs: StepInputs, repetition: Repetition) -> Step:
@@ -552,15 +573,18 @@ class PagedModel:
         if repeat is not Repeat.WITH_PROMPTS and num_rows == inputs.query_lens.sum():
             num_rows = None
         stays = self.platform.pinned_uploads and repetition.reads_once
-        plan = self._plan(inputs, tables, group_specs[0] if alone else FULL, num_rows, stays)
         has_bounds = inputs.media is not None and inputs.media.bounds is not None
         plans = {
-            group_spec: self._plan(inputs, own, group_spec, num_rows, stays)
+            group_spec: self._plan(inputs, own, group_spec, (group_spec,), num_rows, stays)
             for group_spec, own in by_group.items()
             if group_spec.chunk is not None
             or own is not tables
             or (has_bounds and self._bounds(inputs, group_spec) is not self._bounds(inputs, FULL))
         }
+        others = [group_spec for group_spec in group_specs if group_spec not in plans]
+        plan = self._plan(
+            inputs, tables, group_specs[0] if alone else FULL, others, num_rows, stays
+        )
         prefill = None
         if repeat is Repeat.NOT and FULL in group_specs and longest >= dense_prefill.MIN_ROWS:
             prefill = dense_prefill.plan_dense_prefill(
@@ -652,6 +676,7 @@ class PagedModel:
         inputs: StepInputs,
         tables: Tables,
         group_spec: KVCacheGroupSpec,
+        used_by: Sequence[KVCacheGroupSpec],
         num_rows: int | None,
         stays: bool,
     ) -> AttentionPlan:
@@ -675,8 +700,35 @@ class PagedModel:
             bounds=bounds,
             stays_on_host=stays,
             num_rows=num_rows,
+            shared_rows=self._shared_rows(group_spec, used_by) if inputs.splits_drafts else 1,
             platform=self.platform,
         )
+
+    def _shared_rows(
+        self, group_spec: KVCacheGroupSpec, used_by: Sequence[KVCacheGroupSpec]
+    ) -> int:
+        """Returns how many drafts of a sequence may share a pass over its context; see
+        `build_plan`.
+
+        Args:
+            group_spec: The window that the plan is made for.
+            used_by: The groups whose layers use it. Kernels begin at the window of their layer, and
+                the plan knows one window.
+        """
+        if any(each != group_spec for each in used_by):
+            return 1
+        known = self._known_shared_rows.get(group_spec)
+        if known is None:
+            counts = [
+                cache.shared_rows
+                for cache in self._attention
+                if isinstance(cache, PagedLayerCache) and cache.spec.group_spec == group_spec
+            ]
+            found = [count for count in counts if count is not None]
+            if not found or len(found) < len(counts):
+                return 1  # No step has been built yet.
+            known = self._known_shared_rows[group_spec] = min(found)
+        return known
 
     def _bounds(self, inputs: StepInputs, group_spec: KVCacheGroupSpec) -> np.ndarray | None:
         """Returns the first and last position that each row sees as a whole; see `build_plan`."""

@@ -181,7 +181,8 @@ class StepInputs:
         adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
             has one.
         may_pad: True if the caller expects that a step of decodes gets further rows, and ignores
-            their logits, which come last.
+            their logits, which come last. See `PagedModel.pads_decodes`.
+        splits_drafts: True if drafts are sequences of their own, over the blocks of their sequence.
     """
 
     context_lens: np.ndarray
@@ -195,6 +196,7 @@ class StepInputs:
     bounds: np.ndarray | None = None
     adapters: np.ndarray | None = None
     may_pad: bool = False
+    splits_drafts: bool = False
 
     def padded(self, num_rows: int) -> StepInputs:
         """Returns a step of decodes with further rows, up to `num_rows`.
@@ -252,6 +254,7 @@ def build_plan(
     bounds: np.ndarray | None = None,
     stays_on_host: bool = False,
     num_rows: int | None = None,
+    shared_rows: int = 1,
     platform: Platform | None = None,
 ) -> AttentionPlan:
     """Plans one step over ragged sequences.
@@ -276,6 +279,9 @@ def build_plan(
         num_rows: Pads the step to this many rows, or to as much work as others. The last rows then
             belong to no sequence, write nothing and see nothing. None adds no padding. (With
             bounds, there is none.)
+        shared_rows: Maximum rows of a sequence that share a pass over its context although each is
+            a sequence of its own here, with an equal table: drafts. They do so only where each
+            keeps the sums that it has alone. See `ops.max_shared_rows`.
         platform: The device to plan for; None means MLX's default device.
 
     Raises:
@@ -310,6 +316,7 @@ def build_plan(
         on_gpu=platform.plans_for_gpu,
         pads=platform.repeats_steps,
         num_rows=num_rows,
+        shared_rows=shared_rows,
         stays=stays_on_host,
     )
     if plan is None:

@@ -8,11 +8,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.platforms import CUDA, platform_with
 from support.quantised import FORMATS, quantised
 from support.reference import DTYPES, GPU_HEAD_DIMS, make_batch, spans_of
-from support.simulated import needs_sim_extension, planned_launches, planned_writes, sim_ext
+from support.simulated import (
+    needs_sim_extension,
+    planned_launches,
+    planned_writes,
+    shared_rows_with_cuda,
+    sim_ext,
+)
 
 from mlx_paged import ops
+from mlx_paged.model.plan import build_plan
 
 pytestmark = needs_sim_extension
 
@@ -41,7 +49,9 @@ def described(
         (4, 4, (64, 64), "paged_decode_tensor_float16_64_n2"),
         (8, 1, (256, 256), "paged_decode_tensor_float16_256_n1"),
         (1, 16, (256, 256), "paged_decode_matrix_float16_256_256_m16"),
-        (1, 17, (128, 128), "paged_decode_matrix_float16_128_128_m32"),
+        (1, 17, (128, 128), "paged_decode_tensor_float16_128_n3"),
+        (1, 25, (128, 128), "paged_decode_matrix_float16_128_128_m32"),
+        (4, 8, (64, 64), "paged_decode_tensor_float16_64_n4"),
         (8, 8, (128, 128), "paged_decode_matrix_float16_128_128_m64"),
         (8, 8, (256, 256), "paged_decode_matrix_float16_256_256_m64"),
         (8, 8, (576, 512), "paged_decode_matrix_float16_576_512_m32"),
@@ -282,14 +292,13 @@ def test_the_grid_has_a_block_for_every_item_and_head(rng) -> None:
     shape = {"num_q_heads": 8, "num_kv_heads": 2, "key_dim": 128, "dtype": mx.bfloat16}
     batch = make_batch(rng, [100, 40, 7], [1, 1, 3], **shape)
     plan = batch.plan(split_tokens=32)
-    attend, drafts, merge = described(batch, plan)
+    attend, merge = described(batch, plan)
     items = plan.work_items.shape[0]
-    assert attend["kernel"] == "paged_decode_tensor_bfloat16_128_n1"
-    assert drafts["kernel"] == "paged_decode_tensor_bfloat16_128_n2"
-    assert attend["grid"] == drafts["grid"] == (items * 2, 1, 1)
+    assert attend["kernel"] == "paged_decode_tensor_bfloat16_128_n2"
+    assert attend["grid"] == (items * 2, 1, 1)
     assert attend["threadgroup"] == (128, 1, 1)
-    # Four warps: two tiles of 16 tokens, keys and values, 8 KB each; maxima and sums of 8 queries.
-    assert attend["threadgroup_memory"] == 4 * (2 * 8192 + 8 * 2 * 4)
+    # Four warps: two tiles of 16 tokens, keys and values, 8 KB each; maxima and sums of 16 queries.
+    assert attend["threadgroup_memory"] == 4 * (2 * 8192 + 16 * 2 * 4)
     assert merge["kernel"] == "merge_splits_bfloat16_128"
     assert merge["grid"] == (plan.merge_items.shape[0] * 2, 1, 1)  # four heads a block
 
@@ -298,23 +307,99 @@ def test_the_grid_has_a_block_for_every_item_and_head(rng) -> None:
     ("context_lens", "query_lens", "expected"),
     [
         ([700, 30, 9], [1, 1, 1], 1),
-        ([700], [2], 0),
-        ([700, 30], [2, 1], 0),
-        ([30, 700], [1, 33], 0),  # the last item of the second has one row, and 32 before it
-        ([30, 700, 20], [0, 1, 1], 0),
-        ([30, 700], [0, 2], 0),
+        ([700], [2], 2),
+        ([700, 30], [3, 1], 4),
+        ([30, 700], [1, 33], 64),  # the last item of the second has one row, and 32 before it
+        ([30, 700, 20], [0, 1, 1], 1 << 30),  # unknown
+        ([30, 700], [0, 2], 1 << 30),
     ],
 )
-def test_keys_may_be_read_early_in_steps_of_decodes_only(
+def test_keys_that_the_step_writes_are_not_read_early(
     rng, context_lens: list[int], query_lens: list[int], expected: int
 ) -> None:
-    """There a row's own key is the only one that it sees and the step writes."""
+    """Of a decode it is its own key only. All items know how many these are at most."""
     shape = {"num_q_heads": 4, "num_kv_heads": 1, "key_dim": 128, "value_dim": 128}
     launches = described(make_batch(rng, context_lens, query_lens, dtype=mx.float16, **shape))
     found = [o["constants"] for o in launches if o["kernel"].startswith("paged_")]
     assert found
     for constants in found:
         assert int.from_bytes(constants[-4:], "little") == expected
+
+
+@pytest.mark.parametrize("shared_rows", [1, 8])
+def test_keys_of_earlier_drafts_are_not_read_early(rng, shared_rows: int) -> None:
+    """Rows that are planned as sequences see each other's keys, also where none share an item: the
+    last row begins a block."""
+    shape = {"num_q_heads": 4, "num_kv_heads": 1, "key_dim": 128, "dtype": mx.float16}
+    batch = make_batch(rng, [161, 30], [5, 1], block_size=32, **shape)
+    tables = [*batch.tables[:1] * 5, batch.tables[1]]
+    plan = build_plan(
+        tables, [*range(157, 162), 30], [1] * 6, block_size=32, shared_rows=shared_rows
+    )
+    launch, *_ = described(batch, plan)
+    assert launch["kernel"] == f"paged_decode_tensor_float16_128_n{min(shared_rows, 2)}"
+    assert int.from_bytes(launch["constants"][-4:], "little") == 8
+
+
+def test_steps_with_other_numbers_of_drafts_have_the_same_launches(rng) -> None:
+    """Then the launches that are captured as a graph serve them, too."""
+    shape = {"num_q_heads": 6, "num_kv_heads": 2, "key_dim": 128, "dtype": mx.bfloat16}
+    found = []
+    for rows in (3, 4):
+        lens = [*range(600 - rows, 600), 90]
+        batch = make_batch(rng, [599, 90], [rows, 1], block_size=32, **shape)
+        tables = [*batch.tables[:1] * rows, batch.tables[1]]
+        plan = build_plan(
+            tables, lens, [1] * len(lens), block_size=32, shared_rows=8,
+            platform=platform_with(**CUDA, plans_for_gpu=True),
+        )  # fmt: skip
+        attend, merge = described(batch, plan)
+        assert attend["kernel"] == "paged_decode_tensor_bfloat16_128_n2"
+        same = ("kernel", "grid", "threadgroup", "threadgroup_memory")
+        found.append([attend[name] for name in same] + [merge[name] for name in same])
+        # num_q_heads, num_kv_heads, block_shift, max_blocks, num_partials, min_rows, max_rows
+        assert np.frombuffer(attend["constants"], np.int32)[5:7].tolist() == [1, 5]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "dim", "expected"),
+    [
+        ("bfloat16", 3, 128, 8),
+        ("bfloat16", 4, 128, 6),
+        ("bfloat16", 8, 128, 3),
+        ("bfloat16", 4, 64, 8),
+        ("bfloat16", 8, 64, 4),
+        ("bfloat16", 2, 256, 4),
+        ("bfloat16", 32, 128, 1),
+        ("bfloat16", 4, 96, 1),
+        ("float32", 4, 128, 1),
+        ("int8", 3, 128, 5),
+        ("fp8", 4, 64, 4),
+        ("int8", 2, 256, 1),
+    ],
+)
+def test_how_many_rows_share_a_pass(rng, name: str, group: int, dim: int, expected: int) -> None:
+    """As many as kernels hold that sum in the order of single rows."""
+    shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dim}
+    dtype = {"float32": mx.float32}.get(name, mx.bfloat16)
+    for rows in range(1, 10):
+        batch = make_batch(rng, [20], [rows], dtype=dtype, **shape)
+        if name in FORMATS:
+            made = quantised(batch, name)
+            batch = replace(made.plain, key_pool=made.key_pool, value_pool=made.value_pool)
+        pools = batch.queries, batch.key_pool, batch.value_pool
+        assert shared_rows_with_cuda(*pools) == expected
+        kernel = described(batch)[-1]["kernel"]
+        if expected > 1:
+            assert kernel.startswith("paged_decode_tensor") == (rows <= expected)
+    assert shared_rows_with_cuda(*pools, has_alibi=True) == 1
+    assert ops.max_shared_rows(*pools) == 1, "not on the simulated GPU"
+
+
+def test_small_blocks_share_no_pass(rng) -> None:
+    batch = make_batch(rng, [20], [1], key_dim=128, block_size=8, dtype=mx.bfloat16)
+    assert shared_rows_with_cuda(batch.queries, batch.key_pool, batch.value_pool) == 1
 
 
 def test_buffers_and_constants_stay_as_they_were(rng) -> None:

@@ -1,5 +1,5 @@
-"""CUDA kernels of products on the CPU: what their threads do, lane by lane, compiled by
-the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats.
+"""CUDA kernels of products and of decode attention on the CPU: what their threads do, lane by lane,
+compiled by the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats.
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` has every number of bits: by default one that divides a byte, one
 that does not, and whole bytes.
@@ -25,6 +25,9 @@ KERNELS = (
     *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
     *("linear_finish.h", "linear_math.h", "operand_maps.h", "ordered_rows.h"),
     *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
+    *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
+    *("paged_decode_quantised.h", "quantised_state.h", "code_ring.h", "code_fragments.h"),
+    "merge_splits.h",
 )
 
 
@@ -51,8 +54,9 @@ def compiled(
     shutil.copy(CUDA.parent / "gpu/column_order.h", folder / "gpu")
     folder = folder / "cuda"
     shutil.copytree(HOST, folder, dirs_exist_ok=True)
-    for header in ("code_order.h", "linear_shape.h", "quantised_shape.h"):
+    for header in ("code_order.h", "linear_shape.h", "quantised_shape.h", "tensor_shape.h"):
         shutil.copy(CUDA / header, folder)
+    shutil.copy(CUDA.parent / "attention_plan.cpp", folder)
     for header in KERNELS:
         shutil.copy(CUDA / "kernels" / header, folder / "kernels")
     for name, (before, after) in (changes or {}).items():
@@ -204,4 +208,42 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str]) -> None:
     changes = {"kernels/linear_stream.h": change}
     done = run(compiled(tmp_path, "stream", ["ONE_KIND"], changes))
+    assert done.returncode != 0, done.stdout
+
+
+ATTENTION = [CUDA, CUDA.parent, CUDA / "kernels", CUDA / "msl", ROOT / "metal"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("pools", "fewest"), [("PLAIN", 90_000), ("QUANTISED", 30_000)])
+def test_drafts_share_a_pass_with_the_bits_of_single_rows(
+    tmp_path, pools: str, fewest: int
+) -> None:
+    assert compared(compiled(tmp_path, "attention", [pools], includes=ATTENTION)) > fewest
+
+
+@needs_nvcc
+@pytest.mark.one_in(32)
+@pytest.mark.parametrize(
+    ("pools", "change"),
+    [
+        ("PLAIN", ("attention_plan.cpp", "before.end_block != item.end_block ||", "")),
+        ("PLAIN", ("attention_plan.cpp", "kTileTokens = 16", "kTileTokens = 32")),
+        ("PLAIN", ("attention_plan.cpp", ">= rules.shared_rows ||", ">= 1 ||")),
+        ("PLAIN", ("kernels/paged_decode_tensor.h", "item.row_begin + q / heads, params);",
+                   "item.row_end - 1, params);")),
+        ("PLAIN", ("kernels/decode_state.h", "factor[i % 2];", "factor[0];")),
+        ("PLAIN", ("kernels/merge_splits.h", "split * num_rows + row", "split * num_rows")),
+        ("QUANTISED", ("kernels/quantised_state.h", "query_unit[n][i % 2]", "query_unit[0][0]")),
+    ],
+    ids=[
+        "other pieces", "other tiles of a window", "no rows together",
+        "rows see later ones", "one factor for two queries", "partials of one row",
+        "the unit of one query",
+    ],
+)  # fmt: skip
+def test_faults_of_attention_are_seen(tmp_path, pools: str, change: tuple[str, str, str]) -> None:
+    file, before, after = change
+    changes = {file: (before, after)}
+    done = run(compiled(tmp_path, "attention", [pools], changes, ATTENTION))
     assert done.returncode != 0, done.stdout

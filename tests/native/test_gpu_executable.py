@@ -22,6 +22,7 @@ from support.simulated import launches, needs_simulator, sim_ext, simulated
 
 from mlx_paged import executables, ops
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.kernels import set_piece_tokens
 from mlx_paged.model.graph_runner import Refusals, Repeat
 from mlx_paged.model.kv_formats import FORMATS
 from mlx_paged.model.plan import build_plan
@@ -739,6 +740,30 @@ def test_attention_that_is_launched_otherwise_is_captured_anew(rng) -> None:
                 logits, *_ = program([*inputs[:-8], *driver.runner.model.pools()])
                 mx.eval(logits)
         assert found == {"steps": 3, "captures": 1, "replays": 3}
+
+
+def test_a_program_takes_a_plan_of_any_size(rng) -> None:
+    """Contexts grow, and their pieces and merges become more. The memory of the inputs grows with
+    them, and is captured anew."""
+    driver, graphs = driver_of(CONFIGS["llama"]), driver_of(CONFIGS["llama"])
+    steps = driver.runner.model._compiled
+    run_as_on(driver.runner.model, **CUDA_PROGRAMS)
+    for name, count in (("a", 2), ("b", 300)):
+        list(steps_of_both(rng, driver, graphs, [{name: count}], 2e-5))
+    num_programs = len(steps._graphs)
+    with simulated():
+        set_piece_tokens(8)
+    try:
+        with counted() as found:
+            # The pieces of contexts of some tokens, and of some more than 300.
+            for names in ("a", "b", "a", "b"):
+                assert len(list(steps_of_both(rng, driver, graphs, [{names: 1}] * 3, 2e-5))) == 3
+    finally:
+        with simulated():
+            set_piece_tokens(0)
+    assert steps.refusals == Refusals()
+    assert len(steps._graphs) == num_programs + 1, "one program for a row"
+    assert found["steps"] == 12 and found["captures"] >= 2
 
 
 # --- Refusals -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import mlx.core as mx
 import pytest
 from sim import METAL, SimLibrary, launcher, missing
 from sim.checks import library as compiled_library
@@ -90,6 +91,13 @@ def planned_launches(*args: Any, **options: Any) -> list[dict[str, Any]]:
     """Launches that a GPU would run for a call of `ops.paged_attention`, with the plan's arrays as
     separate arguments; ``cuda=True``: an NVIDIA GPU."""
     return sim_ext.paged_attention_launches(*args, **options)
+
+
+def shared_rows_with_cuda(
+    queries: mx.array, key_pool: mx.array, value_pool: mx.array, *, has_alibi: bool = False
+) -> int:
+    """`ops.max_shared_rows` on an NVIDIA GPU."""
+    return sim_ext.max_shared_rows_with_cuda(queries, key_pool, value_pool, has_alibi)
 
 
 def planned_writes(*args: Any, **options: Any) -> list[dict[str, Any]]:

@@ -39,12 +39,14 @@ __device__ __forceinline__ float softmax_of_column(
   }
   float factor = rescale(state.maximum, maximum);
   state.maximum = maximum;
-  state.sum *= factor;
+  // Not left to the compiler, which could fuse them in one kernel and not in another: all kernels
+  // must give a row the same bits.
+  state.sum = __fmul_rn(state.sum, factor);
 #pragma unroll
   for (int i = 0; i < 2 * TILES; i++) {
     float& value = logits[i / 2][i % 2 * 2 + e];
     value = weight(value, maximum);
-    state.sum += value;
+    state.sum = __fadd_rn(state.sum, value);
   }
   return factor;
 }

@@ -23,13 +23,12 @@ class KVRing {
   // `first`: the warp's first token, a multiple of 16; `step`: distance to its next tile. Tokens
   // that are not visible become zeros, because 0 x NaN would reach the results. `seen_of()` reads
   // memory to find the visible range, so the blocks of the first tokens before `end` are looked up
-  // in parallel. Waits for the previous kernel, which may write keys and values. With
-  // `writes_last_only` the copies of all visible tokens but the last start before that wait.
+  // in parallel. Waits for the previous kernel, which may write the last `num_written` visible
+  // keys and values. Copies of tiles before those start before that wait.
   template <typename Seen>
   __device__ __forceinline__ KVRing(
       const void* shared, const T* key_pool, const T* value_pool, BlockTable table, int end,
-      Seen seen_of, bool writes_last_only, int num_kv_heads, int kv_head, int first, int step,
-      int lane)
+      Seen seen_of, int num_written, int num_kv_heads, int kv_head, int first, int step, int lane)
       : shared_(shared_address(shared)),
         keys_(key_pool + kv_head * DIM + lane % ROW_CHUNKS * 8),
         values_(value_pool + kv_head * DIM + lane % ROW_CHUNKS * 8),
@@ -50,7 +49,7 @@ class KVRing {
     int copied = 0;
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
-      if (writes_last_only && next_ + TENSOR_TOKENS < seen_.end) {
+      if (next_ + TENSOR_TOKENS <= seen_.end - num_written) {
         copy(blocks[s], lane);
         copied = s + 1;
       }

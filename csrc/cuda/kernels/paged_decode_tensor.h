@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(32 * paged::tensor_warps(DIM))
   Ring ring(
       meeting.ring(warp), key_pool, value_pool, block.table,
       block.item.last_block << params.block_shift, [&] { return block.keys(positions, params); },
-      params.writes_last_only, params.num_kv_heads, block.kv_head, first, STEP, lane);
+      params.num_written, params.num_kv_heads, block.kv_head, first, STEP, lane);
   KeyRange seen = ring.seen();
   DecodeState<T, DIM, COLUMNS> state(
       [&](int q) { return block.query<DIM>(q, queries, params); },

@@ -15,31 +15,10 @@
 #include "code_fragments.h"
 #include "code_ring.h"
 #include "decode_state.h"
+#include "shared_words.h"
 #include "softmax_state.h"
 
 namespace paged {
-
-__device__ __forceinline__ void read_shared(unsigned int (&to)[4], unsigned int at) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(at));
-}
-
-__device__ __forceinline__ void read_shared(unsigned int (&to)[2], unsigned int at) {
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at));
-}
-
-__device__ __forceinline__ unsigned int read_shared(unsigned int at) {
-  unsigned int word;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
-  return word;
-}
-
-__device__ __forceinline__ float read_shared_half(unsigned int at) {
-  unsigned short half;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(at));
-  return __half2float(__ushort_as_half(half));
-}
 
 // COLUMNS: tiles of 8 queries, rotated as keys are. KEYS, VALUES: formats.
 template <typename T, int DIM, int COLUMNS, int KEYS, int VALUES>
@@ -171,12 +150,11 @@ struct QuantisedState {
     if (token < seen.begin || token >= seen.end) {
       unsigned int at = scales + lane * Ring::Values::TAIL;
       if (VALUES == FORMAT_INT8) {
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<unsigned short>(0))
-                     : "memory");
+        write_shared_half(at, 0);
       } else {
 #pragma unroll
         for (int i = 0; i < Ring::Values::TAIL; i += 4) {
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + i), "r"(0) : "memory");
+          write_shared(at + i, 0);
         }
       }
     }

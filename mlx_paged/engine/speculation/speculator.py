@@ -97,6 +97,8 @@ class Speculator:
         self._max_rows = _MAX_ROWS if max_rows is None else min(max_rows, _MAX_ROWS)
         self._clock = clock
         self._acceptance = Acceptance()
+        # Drafts whose tokens came, to be compared while the next step runs.
+        self._unsettled: list[tuple[Draft, CoreSequence, DraftState]] = []
         self._gain = 1.0  # expected tokens per second, relative to no drafts
         self._ledger = Ledger()
         self._until_look = _WATCH_EVERY  # steps
@@ -111,6 +113,7 @@ class Speculator:
     def reset(self) -> None:
         """Forgets the step before, because an exception may have interrupted it."""
         self._committed_at, self._drafting = None, 0.0
+        self._unsettled.clear()
         for drafter in self._drafters:
             self._call(drafter.reset)
 
@@ -200,7 +203,9 @@ class Speculator:
             state = _state_of(seq)
             if state is None:
                 continue
-            self._settle(seq, state)
+            if state.pending is not None:
+                self._unsettled.append((state.pending, seq, state))
+                state.pending = None
             # The last token of an answer is never a draft.
             room = min(self._config.max_drafts, seq.max_num_tokens - len(seq.tokens) - 1)
             if room <= 0:
@@ -338,8 +343,12 @@ class Speculator:
     # After a step.
 
     def launched(self, batch: StepBatch) -> None:
-        """Notes a step that was launched."""
+        """Notes a step that was launched. The device is busy now, so this is the time to learn."""
         self._call(self._drafter.launched, batch)
+        for draft, seq, state in self._unsettled:
+            # Only known tokens count; the rest of a draft that was cut is ignored.
+            self._acceptance.settle(draft, seq.tokens, state.counts)
+        self._unsettled.clear()
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
         """Calls a method of the drafter. Its errors end speculation, and nothing else."""
@@ -428,14 +437,6 @@ class Speculator:
         self._choose(running, self._proposals(running))
         share = (self._clock() - began) / max(self._step_seconds, 1e-9)
         self._until_look = max(_WATCH_EVERY, int(share / _LOOK_SHARE))
-
-    def _settle(self, seq: CoreSequence, state: DraftState) -> None:
-        draft = state.pending
-        if draft is None:
-            return
-        # Only known tokens count; the rest of a draft that was cut is ignored.
-        self._acceptance.settle(draft, seq.tokens, state.counts)
-        state.pending = None
 
     def _count(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         num_drafts = drafted = 0

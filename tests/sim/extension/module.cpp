@@ -235,6 +235,17 @@ void bind_simulator(nb::module_& m) {
       "What a GPU would run for a call of paged_attention: Apple's, or with `cuda` NVIDIA's.");
 
   m.def(
+      "max_shared_rows_with_cuda",
+      [](const mx::array& queries, const mx::array& key_pool, const mx::array& value_pool,
+         bool has_alibi) {
+        int features = has_alibi ? paged::FEATURE_ALIBI : 0;
+        return cuda::max_shared_rows(
+            layer_of(queries, key_pool, value_pool, features), key_pool.shape(1));
+      },
+      "queries"_a, "key_pool"_a, "value_pool"_a, "has_alibi"_a,
+      "max_shared_rows of NVIDIA's kernels.");
+
+  m.def(
       "write_kv_launches",
       [](const mx::array& key_pool, const mx::array& value_pool, const mx::array& keys,
          const mx::array& values, const mx::array& slot_mapping, bool cuda) {
