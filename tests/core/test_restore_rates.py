@@ -102,7 +102,7 @@ def test_a_refused_level_is_tried_again() -> None:
     rates = rates_of()
     rates.note_restored(Level.MEMORY, 16 * LEAST_BYTES, 1e9)
     count = 0
-    while not rates.worth(prefix("m"), 0, groups_of()):
+    while count < 100 and not rates.worth(prefix("m"), 0, groups_of()):
         rates.note_refusal()
         count += 1
     assert 20 < count < 40

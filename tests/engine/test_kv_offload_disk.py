@@ -37,7 +37,7 @@ from mlx_paged.core import MissReason
 from mlx_paged.core.kv import keeping
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.offload import offloading
+from mlx_paged.engine.offload import offloading, restorer
 from mlx_paged.engine.offload.identity import identity_of
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.offload import index
@@ -244,8 +244,18 @@ def test_other_requests_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_pat
     first.generate([[0] * 150], GREEDY)
     flush(first)
     engine = LLM(hash_model(), kv_offload_dir=tmp_path, **options).engine
-    num_meanwhile, num_cached = run_beside(engine, [0] * 150)
+    [block_bytes] = engine._offloading._blocks.num_bytes
+    monkeypatch.setattr(restorer, "_BUSY_AHEAD_BYTES", 3 * block_bytes)
+    num_ahead: list[int] = []
+
+    def on_step(count: int) -> None:
+        ahead = engine._offloading._restorer._ahead.values()
+        num_ahead.append(sum(each.num_bytes for each in ahead))
+
+    num_meanwhile, num_cached = run_beside(engine, [0] * 150, on_step)
     assert num_meanwhile >= 17 and num_cached == 144
+    # Checksums take the cores of the steps, so little is read ahead.
+    assert 0 < max(num_ahead) <= 3 * block_bytes
 
 
 # --- Faults ---------------------------------------------------------------------------------------
