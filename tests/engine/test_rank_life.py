@@ -1,0 +1,208 @@
+"""How ranks end together, seen from rank 0: the others are sockets and short-lived processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import pytest
+from support.models import embedded_twin
+
+from mlx_paged.core import StepBatch, StepResult
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.ranks import life
+from mlx_paged.engine.ranks.channel import Channel
+from mlx_paged.engine.ranks.lead import Ranks, RanksExecutor
+from mlx_paged.engine.ranks.life import Follower, Group, last_words
+from mlx_paged.engine.ranks.messages import RESET, Message
+from mlx_paged.errors import EngineDeadError
+
+SECONDS = 30  # for events that come at once
+
+
+class Other:
+    """Another rank: its ends of both sockets."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes] | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        our_life, self.life = socket.socketpair()
+        self.channel = Channel(theirs)
+        self.follower = Follower(rank, Channel(ours), our_life, process)
+
+    def end(self) -> None:
+        self.life.close()
+        self.channel.close()
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Group, list[Other]]]:
+    others = [Other(1), Other(2)]
+    group = Group([other.follower for other in others])
+    yield group, others
+    group.close()
+
+
+def failure_of(group: Group) -> str:
+    assert group._failed.wait(SECONDS)
+    assert group.failure is not None
+    return group.failure
+
+
+def test_messages_reach_all_in_order(two: tuple[Group, list[Other]]) -> None:
+    group, others = two
+    for i in range(3):
+        group.send(Message(RESET, {"i": i}).encode())
+    for other in others:
+        assert [other.channel.receive().fields["i"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_last_words_of_a_rank_are_the_reason(two: tuple[Group, list[Other]]) -> None:
+    group, others = two
+    last_words(others[1].life, MemoryError("no room\nfor a pool"))
+    others[1].end()
+    assert failure_of(group) == "rank 2 of 3 failed: MemoryError: no room for a pool"
+    with pytest.raises(EngineDeadError, match="no room for a pool"):
+        group.send(Message(RESET).encode())
+    assert others[0].life.recv(1) == b"", "the others are told by the end of their sockets"
+    with pytest.raises(EOFError):
+        others[0].channel.receive()
+
+
+def test_an_error_of_rank_0_that_another_one_caused(two: tuple[Group, list[Other]]) -> None:
+    group, others = two
+    others[0].end()
+    error = group.failed(RuntimeError("[ring] connection to a peer was lost"))
+    assert error.reason == "rank 1 of 3 ended"
+
+
+def test_an_error_of_rank_0_itself(
+    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
+    group, others = two
+    assert group.failed(ValueError("bad")).reason == "rank 0 of 3 failed: ValueError: bad"
+    assert others[0].life.recv(1) == b""
+
+
+def test_closing_is_no_failure() -> None:
+    other = Other(1)
+    group = Group([other.follower])
+    group.close()
+    other.end()
+    assert not group._failed.is_set()
+    with pytest.raises(EngineDeadError, match="the other ranks were ended"):
+        group.check()
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("import sys; sys.exit(7)", "ended with status 7"),
+        ("import os; os.kill(os.getpid(), 11)", "was ended by SIGSEGV"),
+    ],
+)
+def test_how_a_process_ended_that_left_no_words(code: str, how: str) -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", code])
+    process.wait()
+    other = Other(1, process)
+    group = Group([other.follower])
+    other.end()
+    assert failure_of(group) == f"rank 1 of 2 {how}"
+
+
+def test_a_step_that_never_ends_is_told_and_ends_the_process(
+    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "_TO_NOTICE", 0.0)
+    monkeypatch.setattr(life, "_TO_ANSWER", 0.0)
+    told: list[str] = []
+    ended = threading.Event()
+    monkeypatch.setattr(life.os, "_exit", lambda status: ended.set())
+    group, others = two
+    group.on_stuck = told.append
+    with group.operation():
+        others[0].end()
+        assert ended.wait(SECONDS)
+    assert told == ["rank 1 of 3 ended"]
+
+
+# --- Engines --------------------------------------------------------------------------------------
+
+
+class Steps:
+    """An executor over another one, whose ranks may end."""
+
+    def __init__(self, inner: Any, group: Group) -> None:
+        self._inner, self._group = inner, group
+        self.num_faults = 0
+
+    def launch(self, batch: StepBatch) -> None:
+        self._group.check()
+        self._inner.launch(batch)
+
+    def read(self) -> StepResult:
+        result: StepResult = self._inner.read()
+        return result
+
+    def reset(self) -> None:
+        self._inner.reset()
+
+    def check(self) -> None:
+        self._group.check()
+
+
+def test_an_idle_engine_notices_the_end_of_a_rank() -> None:
+    asyncio.run(_idle_engine())
+
+
+async def _idle_engine() -> None:
+    other = Other(1)
+    group = Group([other.follower])
+
+    def make() -> Engine:
+        engine = Engine(embedded_twin())
+        engine._executor = Steps(engine._executor, group)
+        engine._ranks = Ranks(group, None)  # type: ignore[arg-type]
+        return engine
+
+    engine = AsyncEngine(make)
+    await engine.ready()
+    assert engine.is_alive
+    other.end()
+    engine._thread.join(SECONDS)
+    assert not engine.is_alive
+    with pytest.raises(EngineDeadError) as caught:
+        await engine.add_request([1, 2, 3])
+    assert str(caught.value) == "the engine has stopped: rank 1 of 2 ended"
+
+
+def test_a_fault_is_not_run_again_in_parts(
+    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may wait in the collectives of the step that failed."""
+    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
+    group, _ = two
+    engine = Engine(embedded_twin())
+    executor = RanksExecutor(engine._runner, Ranks(group, None))  # type: ignore[arg-type]
+    engine._executor = executor
+    calls: list[int] = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        raise RuntimeError("a device is lost")
+
+    monkeypatch.setattr(engine._runner, "launch", fail)
+    engine.add_request("r", [1, 2, 3])
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="rank 0 of 3 failed: RuntimeError: a device is"):
+            engine.step()
+    assert len(calls) == 1
