@@ -21,8 +21,8 @@ from mlx_paged.engine.ranks.messages import (
     Message,
     MessageError,
     ReportedRows,
-    step_message,
-    step_of,
+    StepReader,
+    StepWriter,
 )
 
 
@@ -49,10 +49,46 @@ def batch() -> StepBatch:
     )
 
 
+def step_message(batch: StepBatch) -> Message:
+    return StepWriter().message(batch)
+
+
+def step_of(message: Message) -> StepBatch:
+    return StepReader().step(message)
+
+
 def test_a_step_survives_its_message() -> None:
     sent = step_message(batch()).encode()
     assert step_of(Message.decode(sent)) == batch()
     assert step_of(Message.decode(step_message(StepBatch()).encode())).num_seqs == 0
+
+
+def test_a_table_is_sent_once() -> None:
+    """Until its blocks change, or its sequence misses a step."""
+    writer, reader = StepWriter(), StepReader()
+    first, again = batch(), batch()
+    again.tables = list(first.tables)  # the same blocks, as the scheduler exports them
+    again.tables[1] = (StepTable((4, 10), 1), first.tables[1][1]._replace(dirty_from=1))
+    only = StepBatch(
+        seq_ids=[9],
+        token_ids=array(TOKEN_TYPE, [1]),
+        starts=array("q", [2]),
+        query_lens=array("q", [1]),
+        samples=[True],
+        input_from=array("i", [-1]),
+        num_drafts=array("i", [0]),
+        adapter_ids=array("i", [0]),
+        tables=[first.tables[2]],
+        block_copies=((), ()),
+    )
+    sizes = []
+    for each in (first, again, only, again):
+        sent = writer.message(each)
+        sizes.append(len(sent.columns["blocks"]))
+        assert reader.step(Message.decode(sent.encode())) == each
+    assert sizes == [7, 2, 0, 7]
+    with pytest.raises(MessageError, match="sequence 4 repeats a table that it never had"):
+        StepReader().step(writer.message(again))
 
 
 def test_a_message_needs_no_code_to_be_read() -> None:
@@ -68,10 +104,11 @@ def test_a_message_needs_no_code_to_be_read() -> None:
         ({"starts": array("q", [1])}, "columns of other lengths"),
         ({"query_lens": array("q", [1, 3, 9])}, "columns of other lengths"),
         ({"table_lens": array("i", [9] * 6)}, "blocks are divided into 54"),
-        ({"table_lens": array("i", [-1, 2, 1, 1, 3, 1])}, "blocks are divided"),
-        ({"dirty_from": array("i", [0])}, "6 tables have 1 marks"),
+        ({"table_lens": array("i", [-2, 2, 1, 1, 3, 1])}, "blocks are divided"),
+        ({"table_lens": array("i", [-1, 2, 1, 1, 0, 3])}, "repeats a table"),
+        ({"dirty_from": array("i", [0])}, "3 sequences have 6 tables"),
         ({"slots": array("i", [1])}, "a column of pairs has 1 values"),
-        ({"slots": array("i", [1, 2])}, "has 6 tables"),
+        ({"slots": array("i", [1, 2])}, "has 1 slots"),
         ({"copy_lens": array("i", [5])}, "1 copies are divided into 5"),
         ({"targets": array("i", [3, 1])}, "reports on others"),
     ],

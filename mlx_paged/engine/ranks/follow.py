@@ -13,7 +13,15 @@ from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.memory import limit_buffer_cache, limit_run_ahead
 from mlx_paged.engine.ranks.channel import Channel
-from mlx_paged.engine.ranks.messages import ALLOCATE, END, RESET, START, STEP, MessageError, step_of
+from mlx_paged.engine.ranks.messages import (
+    ALLOCATE,
+    END,
+    RESET,
+    START,
+    STEP,
+    MessageError,
+    StepReader,
+)
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.model.sharding import shard
 
@@ -70,6 +78,7 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
     """
     runner: FollowRunner | None = None
     newest: LaunchedStep | None = None
+    reader = StepReader()
     while True:
         if newest is not None and not channel.wait(_QUIET):
             FollowRunner.wait(newest)  # raises if it failed
@@ -85,7 +94,7 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
         if runner is None:
             raise MessageError(f"{message.kind!r} came before {START!r}")
         if message.kind == STEP:
-            before, newest = newest, runner.launch(step_of(message), newest)
+            before, newest = newest, runner.launch(reader.step(message), newest)
             if before is not None:
                 FollowRunner.wait(before)
         elif message.kind == RESET:

@@ -17,7 +17,7 @@ from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.executor import InProcessExecutor
 from mlx_paged.engine.input_tokens import KnownTokens
 from mlx_paged.engine.ranks.life import Group
-from mlx_paged.engine.ranks.messages import ALLOCATE, RESET, Message, step_message
+from mlx_paged.engine.ranks.messages import ALLOCATE, RESET, Message, StepWriter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
 
@@ -47,6 +47,7 @@ class LeadRunner(ModelRunner):
 
     def __init__(self, *arguments: Any, ranks: Ranks, **options: Any) -> None:
         self._group, self._collective = ranks.group, ranks.collective
+        self._writer = StepWriter()
         super().__init__(*arguments, **options)
         self.share_tokens = self._share
 
@@ -71,7 +72,7 @@ class LeadRunner(ModelRunner):
         bounds: np.ndarray | None = None,
     ) -> LaunchedStep:
         """See `ModelRunner`."""
-        self._group.send(step_message(batch).encode())
+        self._group.send(self._writer.message(batch).encode())
         return super().launch(batch, previous, features, bounds)
 
     def reset(self) -> None:

@@ -94,27 +94,49 @@ class Message:
 # --- Steps ----------------------------------------------------------------------------------------
 
 
-def step_message(batch: StepBatch) -> Message:
-    """Returns the message of a step: without its sampling, its adapters and its media."""
-    tables = list(chain.from_iterable(batch.tables))
-    copies = list(chain.from_iterable(batch.block_copies))
-    columns = {
-        "seq_ids": array("q", batch.seq_ids),
-        "token_ids": batch.token_ids,
-        "starts": batch.starts,
-        "query_lens": batch.query_lens,
-        "samples": array("b", batch.samples),
-        "input_from": batch.input_from,
-        "num_drafts": batch.num_drafts,
-        "table_lens": array("i", [len(table.blocks) for table in tables]),
-        "dirty_from": array("i", [table.dirty_from for table in tables]),
-        "blocks": array("i", chain.from_iterable(table.blocks for table in tables)),
-        "slots": array("i", chain.from_iterable(batch.slots)),
-        "copy_lens": array("i", map(len, batch.block_copies)),
-        "copies": array("i", chain.from_iterable(copies)),
-        "targets": array("i", _pairs_of(batch.prompt_targets)),
-    }
-    return Message(STEP, {"step": batch.step, "is_decode": batch.is_decode}, columns)
+#: In place of a table's length: it is the one of the step before.
+_SAME = -1
+
+
+class StepWriter:
+    """Makes the messages of steps, in the order of their launches.
+
+    Most block tables are those of the step before, and only new ones are sent.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[StepTable, ...]] = {}  # by sequence, of the step before
+
+    def message(self, batch: StepBatch) -> Message:
+        """Returns the message of a step: without its sampling, its adapters and its media."""
+        lengths, blocks = array("i"), array("i")
+        for seq_id, tables in zip(batch.seq_ids, batch.tables):
+            before = self._before.get(seq_id, ())
+            for i, table in enumerate(tables):
+                if i < len(before) and before[i].blocks is table.blocks:
+                    lengths.append(_SAME)
+                else:
+                    lengths.append(len(table.blocks))
+                    blocks.extend(table.blocks)
+        self._before = dict(zip(batch.seq_ids, batch.tables))
+        dirty = (table.dirty_from for table in chain.from_iterable(batch.tables))
+        columns = {
+            "seq_ids": array("q", batch.seq_ids),
+            "token_ids": batch.token_ids,
+            "starts": batch.starts,
+            "query_lens": batch.query_lens,
+            "samples": array("b", batch.samples),
+            "input_from": batch.input_from,
+            "num_drafts": batch.num_drafts,
+            "table_lens": lengths,
+            "dirty_from": array("i", dirty),
+            "blocks": blocks,
+            "slots": array("i", chain.from_iterable(batch.slots)),
+            "copy_lens": array("i", map(len, batch.block_copies)),
+            "copies": array("i", chain.from_iterable(chain.from_iterable(batch.block_copies))),
+            "targets": array("i", _pairs_of(batch.prompt_targets)),
+        }
+        return Message(STEP, {"step": batch.step, "is_decode": batch.is_decode}, columns)
 
 
 class ReportedRows(NamedTuple):
@@ -127,63 +149,77 @@ def _pairs_of(targets: Iterable[tuple[int, Any]]) -> Iterable[int]:
     return chain.from_iterable((index, len(each.token_ids)) for index, each in targets)
 
 
-def step_of(message: Message) -> StepBatch:
-    """Returns the step of a message.
+class StepReader:
+    """Reads the messages of a `StepWriter`, all of them and in their order."""
 
-    Raises:
-        MessageError: Its columns do not belong together.
-    """
-    columns = message.columns
-    try:
-        count = len(columns["seq_ids"])
-        lengths = {
-            len(columns[name])
-            for name in ("starts", "query_lens", "samples", "input_from", "num_drafts")
-        }
-        if lengths != {count} or sum(columns["query_lens"]) != len(columns["token_ids"]):
-            raise MessageError(f"a step of {count} sequences has columns of other lengths")
-        tables = _tables_of(columns)
-        num_groups, rest = divmod(len(tables), count) if count else (0, len(tables))
-        slots = _pairs(columns["slots"])
-        if rest or len(slots) not in (0, count):
-            raise MessageError(f"a step of {count} sequences has {len(tables)} tables")
-        targets = _pairs(columns["targets"])
-        if any(not 0 <= index < count or length < 0 for index, length in targets):
-            raise MessageError(f"a step of {count} sequences reports on others")
-        return StepBatch(
-            step=int(message.fields["step"]),
-            seq_ids=list(columns["seq_ids"]),
-            token_ids=columns["token_ids"],
-            starts=columns["starts"],
-            query_lens=columns["query_lens"],
-            samples=[value != 0 for value in columns["samples"]],
-            is_decode=message.fields["is_decode"] is True,
-            input_from=columns["input_from"],
-            num_drafts=columns["num_drafts"],
-            adapter_ids=array("i", bytes(4 * count)),
-            tables=[
-                tuple(tables[i : i + num_groups]) for i in range(0, len(tables), num_groups or 1)
-            ],
-            slots=[StateMove(*pair) for pair in slots],
-            block_copies=_copies_of(columns),
-            prompt_targets=[(i, ReportedRows(range(n))) for i, n in targets],
-        )
-    except MessageError:
-        raise
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise MessageError(f"a step without {error}") from error
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[StepTable, ...]] = {}
 
+    def step(self, message: Message) -> StepBatch:
+        """Returns the step of a message.
 
-def _tables_of(columns: Mapping[str, array[int]]) -> list[StepTable]:
-    lengths, dirty, blocks = (columns[name] for name in ("table_lens", "dirty_from", "blocks"))
-    _check_parts("blocks", lengths, len(blocks))
-    if len(dirty) != len(lengths):
-        raise MessageError(f"{len(lengths)} tables have {len(dirty)} marks")
-    tables, at = [], 0
-    for length, first in zip(lengths, dirty):
-        tables.append(StepTable(tuple(blocks[at : at + length]), first))
-        at += length
-    return tables
+        Raises:
+            MessageError: Its columns do not belong together.
+        """
+        columns = message.columns
+        try:
+            count = len(columns["seq_ids"])
+            lengths = {
+                len(columns[name])
+                for name in ("starts", "query_lens", "samples", "input_from", "num_drafts")
+            }
+            if lengths != {count} or sum(columns["query_lens"]) != len(columns["token_ids"]):
+                raise MessageError(f"a step of {count} sequences has columns of other lengths")
+            tables = self._tables_of(columns)
+            slots = _pairs(columns["slots"])
+            if len(slots) not in (0, count):
+                raise MessageError(f"a step of {count} sequences has {len(slots)} slots")
+            targets = _pairs(columns["targets"])
+            if any(not 0 <= index < count or length < 0 for index, length in targets):
+                raise MessageError(f"a step of {count} sequences reports on others")
+            return StepBatch(
+                step=int(message.fields["step"]),
+                seq_ids=list(columns["seq_ids"]),
+                token_ids=columns["token_ids"],
+                starts=columns["starts"],
+                query_lens=columns["query_lens"],
+                samples=[value != 0 for value in columns["samples"]],
+                is_decode=message.fields["is_decode"] is True,
+                input_from=columns["input_from"],
+                num_drafts=columns["num_drafts"],
+                adapter_ids=array("i", bytes(4 * count)),
+                tables=tables,
+                slots=[StateMove(*pair) for pair in slots],
+                block_copies=_copies_of(columns),
+                prompt_targets=[(i, ReportedRows(range(n))) for i, n in targets],
+            )
+        except MessageError:
+            raise
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise MessageError(f"a step without {error}") from error
+
+    def _tables_of(self, columns: Mapping[str, array[int]]) -> list[tuple[StepTable, ...]]:
+        seq_ids, lengths = columns["seq_ids"], columns["table_lens"]
+        dirty, blocks = columns["dirty_from"], columns["blocks"]
+        _check_parts("blocks", [0 if n == _SAME else n for n in lengths], len(blocks))
+        num_groups, rest = divmod(len(lengths), len(seq_ids) or 1)
+        if rest or len(dirty) != len(lengths) or (num_groups and not seq_ids):
+            raise MessageError(f"{len(seq_ids)} sequences have {len(lengths)} tables")
+        tables, at = [], 0
+        for seq_id, first in zip(seq_ids, range(0, len(lengths), num_groups or 1)):
+            before, own = self._before.get(seq_id, ()), []
+            for i in range(num_groups):
+                length = lengths[first + i]
+                if length == _SAME and i >= len(before):
+                    raise MessageError(f"sequence {seq_id} repeats a table that it never had")
+                if length == _SAME:
+                    found = before[i].blocks
+                else:
+                    found, at = tuple(blocks[at : at + length]), at + length
+                own.append(StepTable(found, dirty[first + i]))
+            tables.append(tuple(own))
+        self._before = dict(zip(seq_ids, tables))
+        return tables
 
 
 def _copies_of(columns: Mapping[str, array[int]]) -> tuple[tuple[BlockCopy, ...], ...]:
