@@ -24,17 +24,30 @@ def table() -> str:
         if option.name == "help":
             continue
         group = getattr(option, "rich_help_panel", None) or "General"
-        names = [*option.opts, *option.secondary_opts]
+        names = option.opts
         flag = " / ".join(f"`{name}`" for name in names)
+        if option.secondary_opts == [f"--no-{names[0][2:]}"]:
+            flag = f"`--[no-]{names[0][2:]}`"
+        elif option.secondary_opts:
+            flag = " / ".join(f"`{name}`" for name in (*names, *option.secondary_opts))
         if option.param_type_name == "argument":
             flag = f"`{option.name}` (positional)"
-        cells = (flag, f"`{option.envvar}`", _default(option), option.help or "")
+        text = option.help or ""
+        if option.envvar != _variable(names[0]):
+            text = f"{text} (`{option.envvar}`)"
+        cells = (flag, _default(option), text)
         groups.setdefault(group, []).append("| " + " | ".join(cells) + " |")
     parts = []
     for group, rows in groups.items():
-        head = ["| option | environment | default | |", "|---|---|---|---|"]
+        head = ["| option | default | |", "|---|---|---|"]
         parts.append("\n".join([f"**{group}**", "", *head, *rows]))
     return "\n\n".join(parts)
+
+
+def _variable(name: str) -> str:
+    """The environment variable that follows from a flag."""
+    plain = name.removeprefix("--").replace("-", "_").replace(".", "_")
+    return f"MLX_PAGED_{plain.upper()}"
 
 
 def _default(option: Any) -> str:

@@ -77,7 +77,6 @@ _HINTS: dict[str, str] = {
     "--offline": "set HF_HUB_OFFLINE=1, or give a directory",
     "--paged-cache-block-size": "it is --block-size here",
     "--pipeline": "--tensor-parallel-size divides every layer among machines (docs/distributed.md)",
-    "--pipeline-parallel-size": "--tensor-parallel-size divides every layer among devices",
     "--prefill-batch-size": _CHUNKS,
     "--prefill-step-size": _CHUNKS,
     "--prefix-cache-size": _MEMORY,

@@ -7,6 +7,7 @@ its other processes and a line with the answers of a workload, and then does wha
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -25,6 +26,11 @@ from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.engine.sampling_params import SamplingParams
 
 _ABORTED_AFTER = 9  # steps
+_FAILS_AT = 5
+
+
+class Planted(Exception):
+    """Raised in the middle of a step, by code that is no part of the engine."""
 
 
 def workload(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
@@ -58,8 +64,16 @@ def answers(engine: Engine) -> dict[str, Any]:
         for i, (tokens, params) in enumerate(workload(engine.vocab_size))
     ]
     count = 0
+
+    def fail_once(num_tokens: int) -> None:
+        if count == _FAILS_AT:
+            engine.on_launch = None
+            raise Planted
+
+    engine.on_launch = fail_once
     while engine.has_unfinished:
-        engine.step()
+        with contextlib.suppress(Planted):  # The next call recovers, on all ranks.
+            engine.step()
         engine.check_integrity()
         count += 1
         if count == _ABORTED_AFTER:
@@ -75,6 +89,7 @@ def answers(engine: Engine) -> dict[str, Any]:
         "logprobs": _logprobs(outputs[4]),
         "hits": stats.counters.num_cached_tokens,
         "preemptions": stats.num_preemptions,
+        "recoveries": stats.num_recoveries,
         "foreign": dict(stats.compilation.foreign),
         "num_kv_heads": engine._runner.model.layout.attention[0].num_kv_heads,
         "accepted": 0 if stats.spec_decoding is None else stats.spec_decoding.num_accepted_tokens,

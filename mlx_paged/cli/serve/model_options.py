@@ -55,6 +55,9 @@ class ModelOptions:
         int,
         option(_MODEL, RANKS_HELP, "--tensor-parallel-size", "-tp", min=1, callback=follow_first),
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int, option(_MODEL, "Only 1: --tensor-parallel-size divides every layer.", min=1)
+    ] = 1
     chat_template: Annotated[
         str | None,
         option(_MODEL, "Jinja chat template, as a file or as source.", show_default="the model's"),

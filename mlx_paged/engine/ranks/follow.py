@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.core import StepBatch, StepResult
+from mlx_paged.core import StepBatch
 from mlx_paged.engine.build import prepare_model, resolve
+from mlx_paged.engine.calibration import prove_kernels
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.input_tokens import KnownTokens, input_tokens
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
@@ -15,7 +16,6 @@ from mlx_paged.engine.memory import limit_buffer_cache, limit_run_ahead
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.messages import (
     ALLOCATE,
-    END,
     RESET,
     START,
     STEP,
@@ -35,12 +35,6 @@ class FollowRunner(ModelRunner):
     def __init__(self, *arguments: object, collective: mx.distributed.Group, **options: object):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self._collective = collective
-
-    @staticmethod
-    def read(launched: LaunchedStep) -> StepResult:
-        """Waits for a step; it has no results."""
-        ModelRunner.wait(launched)
-        return StepResult([[] for _ in launched.batch.seq_ids])
 
     def _launch(
         self,
@@ -85,8 +79,6 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
         try:
             message = channel.receive()
         except EOFError:
-            return
-        if message.kind == END:
             return
         if message.kind == START:
             runner = _runner(message.fields, collective)
@@ -133,6 +125,7 @@ def _runner(fields: object, collective: mx.distributed.Group) -> FollowRunner:
     )
     config = resolve(model, EngineConfig(runner="generate", **fields["options"]))
     paged, _, max_model_len = prepare_model(model, config)
+    prove_kernels(paged, config.calibrate)
     return FollowRunner(
         paged,
         collective=collective,

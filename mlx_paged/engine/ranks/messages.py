@@ -25,8 +25,7 @@ _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 1 << 20
 _TYPES = ("b", "i", "q", TOKEN_TYPE)  # of columns: int8, int32, int64, uint32
 
-STEP, ALLOCATE, RESET, START, END = "step", "allocate", "reset", "start", "end"
-KINDS = (STEP, ALLOCATE, RESET, START, END)
+KINDS = START, ALLOCATE, STEP, RESET = "start", "allocate", "step", "reset"
 
 
 class MessageError(MlxPagedError, ValueError):
