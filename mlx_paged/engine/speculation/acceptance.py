@@ -64,6 +64,11 @@ def kind_of(source: Source, match_length: int) -> int:
     return source * len(_FIRST) + bucket
 
 
+def source_of(kind: int) -> Source:
+    """Where drafts of a kind come from."""
+    return Source(kind // len(_FIRST))
+
+
 class Counts:
     """Decayed numbers of drafts and of accepted ones, of each kind.
 

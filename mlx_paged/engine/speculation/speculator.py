@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_paged.core import Scheduler, SchedulerOutput, StepBatch
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.faults import reason_of
-from mlx_paged.engine.speculation.acceptance import Acceptance, Draft, Source, kind_of
+from mlx_paged.engine.speculation.acceptance import Acceptance, Draft, Source, kind_of, source_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.costs import Costs
 from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
@@ -30,10 +30,8 @@ from mlx_paged.engine.stats import SpecDecodingStats
 
 logger = logging.getLogger(__name__)
 
-# Steps between two looks at the sequences while inactive, and looks after which what is known of a
-# model's drafts has aged.
-_WATCH_EVERY = 8
-_LOOKS_UNTIL_AGED = 32  # 256 steps
+# Steps without drafts after which what is known of drafts has aged.
+_STEPS_UNTIL_AGED = 256
 # The expected gain at which drafts begin, and below which they end.
 _BEGIN_AT, _END_AT = 1.05, 1.01
 _GAIN_WEIGHT = 0.25
@@ -101,8 +99,8 @@ class Speculator:
         self._unsettled: list[tuple[Draft, CoreSequence, DraftState]] = []
         self._gain = 1.0  # expected tokens per second, relative to no drafts
         self._ledger = Ledger()
-        self._until_look = _WATCH_EVERY  # steps
-        self._num_looks = 0  # since the last draft
+        self._until_look = 1  # steps
+        self._num_watched = 0  # steps since the last draft
         self._committed_at: float | None = None
         self._step_seconds = 0.0  # of a step without drafts
         self._drafting = 0.0  # seconds since then that went into drafts
@@ -169,7 +167,7 @@ class Speculator:
         began = self._clock()
         drafts = self._draft(self._drafter, [wanted for _, wanted in chosen])
         self._drafting = self._clock() - began
-        self._num_looks = 0
+        self._num_watched = 0
         for (proposal, wanted), draft in zip(chosen, drafts):
             proposal.draft = wanted.state.pending = draft
         if all(proposal.seconds == 0 for proposal, _ in chosen):
@@ -302,6 +300,7 @@ class Speculator:
         )
         best, num_best, tokens = plain, 0, float(num_seqs)
         drafting = 0.0  # seconds
+        forced = 0.0  # tokens that a grammar forces
         rounds: Counter[int] = Counter()  # sequences in each round of the drafter
         for count, (gain, place, i) in enumerate(ordered[:room], 1):
             tokens += gain
@@ -311,8 +310,10 @@ class Speculator:
                 drafting += self._round_seconds(rounds[place], context_len)
                 drafting += 0.0 if place else proposals[i].seconds
             seconds = self._costs.seconds(num_seqs + count, num_seqs, context_len)
-            if (seconds + drafting) * plain / num_seqs - 1 > self._ledger.balance:
-                break  # If all are rejected, they lose more than they may.
+            if source_of(proposals[i].kind) is Source.GRAMMAR:
+                forced += gain
+            if (seconds + drafting) * plain - num_seqs - forced > num_seqs * self._ledger.balance:
+                break  # If all others are rejected, they lose more than they may.
             speed = tokens / (seconds + drafting)
             if speed > best:
                 best, num_best = speed, count
@@ -424,19 +425,19 @@ class Speculator:
 
         The longer a look takes, the more steps pass before the next one.
         """
-        self._until_look -= 1
-        if self._until_look > 0:
-            return
-        began = self._clock()
-        running = [seq for seq in sequences if seq.is_running]
-        self._num_looks += 1
-        if self._num_looks % _LOOKS_UNTIL_AGED == 0 and self._costs is not None:
+        self._num_watched += 1
+        if self._num_watched % _STEPS_UNTIL_AGED == 0 and self._costs is not None:
             self._costs.age()
             if self._drafter.price is not None:
                 self._acceptance.fade()
+        self._until_look -= 1
+        if self._until_look > 0 or not self._step_seconds:
+            return
+        began = self._clock()
+        running = [seq for seq in sequences if seq.is_running]
         self._choose(running, self._proposals(running))
-        share = (self._clock() - began) / max(self._step_seconds, 1e-9)
-        self._until_look = max(_WATCH_EVERY, int(share / _LOOK_SHARE))
+        share = (self._clock() - began) / self._step_seconds
+        self._until_look = max(1, int(share / _LOOK_SHARE))
 
     def _count(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         num_drafts = drafted = 0
