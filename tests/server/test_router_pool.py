@@ -262,6 +262,19 @@ async def test_unloading_waits_for_requests_and_breaks_off_loading() -> None:
 
 
 @run
+async def test_a_model_stays_unloaded_while_its_files_are_removed() -> None:
+    machine = Machine()
+    pool = machine.pool()
+    await used(pool, "a")
+    async with pool.unloaded(["a"]):
+        asking = asyncio.create_task(used(pool, "a"))
+        await settled()
+        assert machine.events == ["+a", "-a"] and not asking.done()
+    await asking
+    assert machine.events == ["+a", "-a", "+a"]
+
+
+@run
 async def test_a_request_during_an_unload_loads_it_again() -> None:
     machine = Machine()
     pool = machine.pool()

@@ -374,3 +374,27 @@ def test_lines_wait_while_memory_is_short(path) -> None:
     refusals.append(unavailable("the engine takes no requests", "engine_unavailable"))
     with pytest.raises(EngineDeadError):
         asyncio.run(InProcess(app).post(path, b"{}", "1"))
+
+
+def test_a_line_is_sent_again_while_the_server_goes_on_without_its_model() -> None:
+    left = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            await unavailable("its process has ended", "model_failed").response(scope)(
+                scope, receive, send
+            )
+        else:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    ends = iter((False, False, False, False, False, True))
+    client = InProcess(app, lambda: next(ends))
+    for failures, status in ((2, 200), (5, 503)):
+        left = failures
+        assert asyncio.run(client.post(URL, b"{}", "1")).status_code == status
+    assert left == 2, "the answer is the third failure"
+    with pytest.raises(EngineDeadError):  # The server ends, and another one answers the line.
+        asyncio.run(client.post(URL, b"{}", "1"))

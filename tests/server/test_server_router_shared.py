@@ -22,6 +22,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from mlx_paged.demo import model_path
 from mlx_paged.server import rate_limits
+from mlx_paged.server.router.link import ACCOUNT, BACKGROUND
+from mlx_paged.server.router.transport import Upstream
 
 PLAIN, RESPONSES = "/v1/completions", "/v1/responses"
 PROMPT = {"prompt": [5] * 10, "max_tokens": 4, "ignore_eos": True, "temperature": 0}
@@ -30,7 +32,6 @@ KEYS = [
     {"key": "limited", "tokens_per_minute": 30},
     {"key": "turns", "requests_per_minute": 2, "tokens_per_minute": 1000},
     {"key": "background", "tokens_per_minute": 40},
-    {"key": "other", "tokens_per_minute": 1000},
 ]
 
 
@@ -192,14 +193,15 @@ def test_tokens_of_all_models_count_for_one_key(router: Router) -> None:
     assert ask(router, "plain", model="second").status_code == 200
 
 
-def test_clients_cannot_charge_others(router: Router) -> None:
-    before = remaining(ask(router, "other", model="first"))
-    for number in range(1, 7):
-        headers = {"Authorization": "Bearer plain", "X-Mlx-Paged-Account": str(number)}
+def test_clients_cannot_mark_their_requests_as_the_router_does(router: Router) -> None:
+    headers = {"X-Mlx-Paged-Account": "1", "X-Mlx-Paged-Background": "1"}
+    headers["Authorization"] = "Bearer plain"
+    with mock.patch.object(Upstream, "send", side_effect=Upstream.send) as sent:
         body = {**PROMPT, "model": "first"}
         answer = httpx.post(f"{router.url}{PLAIN}", headers=headers, json=body, timeout=300)
-        assert answer.status_code == 200
-    assert before - remaining(ask(router, "other", model="first")) == 14
+    assert answer.status_code == 200
+    names = [name for name, _ in sent.call_args.args[3]]
+    assert names.count(ACCOUNT) == 1 and BACKGROUND not in names
 
 
 def test_a_background_response_is_counted_while_it_runs(router: Router) -> None:
