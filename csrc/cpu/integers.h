@@ -6,12 +6,11 @@
 // where w = s q + b. Sums within a group are exact: rounding affects the activations only.
 //
 // One 8-bit digit is int8, which users can select. Three digits are 22-bit numbers with a sign,
-// whose errors are comparable to those of float32 sums. They beat widening weights of 4 bits where
-// one instruction multiplies 64 bytes, and weights of 8 bits where one multiplies a tile (AMX). A
-// group's sum of 32 products of 22 and 4 bits fits 32 bits; with 8-bit weights the two upper digits
-// and the lowest have sums of their own. A row with a few very large numbers is multiplied in
-// float32: next to a large number 22 bits leave a small one few digits, and the large one may meet
-// small weights.
+// whose errors are comparable to those of float32 sums; they beat widening the weights where one
+// instruction multiplies 64 bytes. A group's sum of 32 products of 22 and 4 bits fits 32 bits; with
+// 8-bit weights the two upper digits and the lowest have sums of their own. A row with a few very
+// large numbers is multiplied in float32: next to a large number 22 bits leave a small one few
+// digits, and the large one may meet small weights.
 //
 // Rounded rows are stored one after another as chunks, or, for AMX tiles, in blocks of 16 rows
 // (amx_integers_kernel.h). Sums of a group are exact, so all kernels of a format add the same

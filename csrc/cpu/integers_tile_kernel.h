@@ -113,6 +113,7 @@ template <int Bits, int Digits, int Rows>
 inline void tile_rows_of(
     const IntegerProductArgs& args, const IntegerTile& tile, int row, int64_t column, int columns) {
   constexpr int kVectors = IntegerTile::kVectors;
+  constexpr int kSums = kIntegerSums<Bits, Digits>;
   const int chunks = num_integer_chunks(args.weights.k);
   const int groups = args.weights.k / kIntegerGroup;
   const int shift = group_shift(args.weights.group_size);
@@ -124,10 +125,16 @@ inline void tile_rows_of(
     const auto* xg = x + group / kIntegerGroups;
     const float* scales = tile.scales + int64_t(group >> shift) * 2 * kIntegerTileColumns;
     VecI products[Rows][kVectors] = {};
+    VecF upper[Rows][kVectors];  // with two sums: the first
     for (int d = 0; d < Digits; d++) {
       for (int i = 0; d > 0 && i < Rows; i++) {
         for (int v = 0; v < kVectors; v++) {
-          products[i][v] <<= 8;
+          if (kSums == 2 && d == Digits - 1) {
+            upper[i][v] = to_float((VecU)products[i][v]);
+            products[i][v] = VecI{};
+          } else {
+            products[i][v] <<= 8;
+          }
         }
       }
       for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
@@ -153,7 +160,11 @@ inline void tile_rows_of(
     for (int i = 0; i < Rows; i++) {
       const auto& xc = xg[int64_t(i) * chunks];
       for (int v = 0; v < kVectors; v++) {
-        const VecF scaled = to_float((VecU)products[i][v]) * xc.scales[4 * g];
+        VecF whole = to_float((VecU)products[i][v]);
+        if constexpr (kSums == 2) {
+          whole = upper[i][v] * 256.0f + whole;
+        }
+        const VecF scaled = whole * xc.scales[4 * g];
         sums[g][i][v] += scaled * scale[v];
         sums[g][i][v] += xc.sums[4 * g] * bias[v];
       }
@@ -175,12 +186,13 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t
     int columns = end - column < kIntegerTileColumns ? int(end - column) : kIntegerTileColumns;
     tile.fill<Bits>(args.weights, column, columns);
     int row = 0;
-    for (; row + 8 <= args.rows; row += 8) {
-      tile_rows_of<Bits, Digits, 8>(args, tile, row, column, columns);
+    if constexpr (kIntegerSums<Bits, Digits> == 1) {  // two would not fit the registers
+      for (; row + 8 <= args.rows; row += 8) {
+        tile_rows_of<Bits, Digits, 8>(args, tile, row, column, columns);
+      }
     }
-    if (row + 4 <= args.rows) {
+    for (; row + 4 <= args.rows; row += 4) {
       tile_rows_of<Bits, Digits, 4>(args, tile, row, column, columns);
-      row += 4;
     }
     switch (args.rows - row) {
       case 1:
@@ -212,12 +224,8 @@ inline void integer_product_of(const IntegerProductArgs& args, int64_t begin, in
 
 template <int Digits>
 inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  if constexpr (Digits > 1) {
-    return integer_product_of<4, Digits>(args, begin, end);
-  } else {
-    return args.weights.bits == 4 ? integer_product_of<4, Digits>(args, begin, end)
-                                  : integer_product_of<8, Digits>(args, begin, end);
-  }
+  return args.weights.bits == 4 ? integer_product_of<4, Digits>(args, begin, end)
+                                : integer_product_of<8, Digits>(args, begin, end);
 }
 
 template <int Digits>

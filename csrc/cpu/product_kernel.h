@@ -24,14 +24,14 @@ constexpr int kMaxProductRows = kWidth >= 8 ? 16 : 0;  // few registers
 constexpr int kMaxPackedRows = kMaxProductRows > 16 ? kMaxProductRows : 16;
 
 // Prefetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
-// the block is computed: four short parallel runs are too short for the hardware prefetcher.
-template <int Rows, int Columns, int Ahead>
-inline void product_block(
-    const ProductArgs& args, int64_t row, int64_t column, const float*& ahead) {
+// the block is computed: four short parallel runs are too short for the hardware prefetcher. T: the
+// weights' type.
+template <int Rows, int Columns, int Ahead, typename T>
+inline void product_block(const ProductArgs& args, int64_t row, int64_t column, const T*& ahead) {
   const float* a = args.a + row * args.lda;
   int k_size = args.weights.k;
-  int64_t ldb = args.weights.row_bytes / int64_t(sizeof(float));
-  const float* b = static_cast<const float*>(args.weights.data) + column * ldb;
+  int64_t ldb = args.weights.row_bytes / int64_t(sizeof(T));
+  const T* b = static_cast<const T*>(args.weights.data) + column * ldb;
   VecF sums[Rows][Columns] = {};
   auto add = [&](auto load_at) {
     VecF columns[Columns];
@@ -51,19 +51,19 @@ inline void product_block(
   };
   int k = 0;
   for (; k + kWidth <= k_size; k += kWidth) {
-    add([k](const float* p) { return load(p + k); });
+    add([k](const auto* p) { return load(p + k); });
   }
   if (k < k_size) {
-    add([&](const float* p) { return load_tail(p + k, k_size - k); });
+    add([&](const auto* p) { return load_tail(p + k, k_size - k); });
   }
   store_sums(sums, args.c + row * args.ldc + column, args.ldc);
 }
 
 // Computes all rows of some columns. The first blocks of rows prefetch the columns after them,
 // `Ahead` vectors at a time.
-template <int Columns, int Ahead>
+template <int Columns, int Ahead, typename T>
 inline void product_rows(const ProductArgs& args, int64_t column) {
-  auto ahead = reinterpret_cast<const float*>(
+  auto ahead = reinterpret_cast<const T*>(
       static_cast<const char*>(args.weights.data) + (column + Columns) * args.weights.row_bytes);
   int row = 0;
   for (int fetched = 0; row + kBlockRows <= args.rows; row += kBlockRows, fetched += Ahead) {
@@ -83,14 +83,26 @@ inline void product_rows(const ProductArgs& args, int64_t column) {
   }
 }
 
-template <int Columns>
+template <int Columns, typename T>
 inline void product_columns(const ProductArgs& args, int64_t column) {
   if (args.rows <= kBlockRows) {
-    product_rows<Columns, Columns>(args, column);
+    product_rows<Columns, Columns, T>(args, column);
   } else if (args.rows < Columns * kBlockRows) {
-    product_rows<Columns, (Columns + 1) / 2>(args, column);
+    product_rows<Columns, (Columns + 1) / 2, T>(args, column);
   } else {
-    product_rows<Columns, 1>(args, column);
+    product_rows<Columns, 1, T>(args, column);
+  }
+}
+
+// Multiplies dense weights in place.
+template <typename T>
+inline void dense_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+  int64_t column = begin;
+  for (; column + kBlockColumns <= end; column += kBlockColumns) {
+    product_columns<kBlockColumns, T>(args, column);
+  }
+  for (; column < end; column++) {
+    product_columns<1, T>(args, column);
   }
 }
 
@@ -289,18 +301,20 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 }
 
 inline void few_rows(const ProductArgs& args, int64_t begin, int64_t end) {
-  // With many rows, float32 weights are copied too, for cache locality; same bits.
-  if (args.weights.format != WeightFormat::dense || args.weights.dtype != DType::float32 ||
-      args.rows > kMaxPackedRows) {
-    return packed_rows(args, begin, end);
+  const WeightView& w = args.weights;
+  // Weights of 16 bits are widened in registers, once per block of rows. With many rows all are
+  // copied, float32 too for cache locality; same order, same bits.
+  const bool is_dense = w.format == WeightFormat::dense;
+  if (is_dense && w.dtype == DType::float32 && args.rows <= kMaxPackedRows) {
+    return dense_rows<float>(args, begin, end);
   }
-  int64_t column = begin;
-  for (; column + kBlockColumns <= end; column += kBlockColumns) {
-    product_columns<kBlockColumns>(args, column);
+#if defined(__AVX512F__)
+  if (is_dense && args.rows <= kMaxFusedRows) {
+    return w.dtype == DType::bfloat16 ? dense_rows<BFloat>(args, begin, end)
+                                      : dense_rows<Half>(args, begin, end);
   }
-  for (; column < end; column++) {
-    product_columns<1>(args, column);
-  }
+#endif
+  packed_rows(args, begin, end);
 }
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

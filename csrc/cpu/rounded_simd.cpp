@@ -23,7 +23,7 @@ const RoundedKernels MLX_PAGED_KERNELS = {
 #else
     MLX_PAGED_ISA::kIntegerKernels<1>,
     MLX_PAGED_ISA::kIntegerKernels<3>,
-    {},
+    MLX_PAGED_ISA::kIntegerKernels<3>,
 #endif
 #if defined(MLX_PAGED_TILES)
     MLX_PAGED_ISA::kAmxBFloatKernels<1, MLX_PAGED_ISA::MLX_PAGED_TILES>,

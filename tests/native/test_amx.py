@@ -187,7 +187,9 @@ import mlx.core as mx
 import numpy as np
 rng = np.random.default_rng(5)
 found = {}
-for bits, group, activations in ((4, 64, "float32"), (4, 32, "int8"), (8, 64, "int8")):
+for bits, group, activations in (
+    (4, 64, "float32"), (8, 32, "float32"), (4, 32, "int8"), (8, 64, "int8")
+):
     for n, k in ((37, 1152), (70, 64 if group == 64 else 352)):
         weight = mx.array(rng.standard_normal((n, k)).astype(np.float32))
         arrays = mx.quantize(weight, group_size=group, bits=bits)
