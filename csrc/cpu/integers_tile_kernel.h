@@ -35,7 +35,8 @@ struct IntegerTile {
 };
 
 // Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns;
-// groups past the end of k are zeros.
+// groups past the end of k are zeros. Prefetches the next columns, which the next call reads after
+// all rows were multiplied by these.
 template <int Bits, typename Put>
 inline void read_codes(const WeightView& w, int64_t column, int columns, const Put& put) {
   constexpr int kBytes = kIntegerChunk * Bits / 8;
@@ -56,6 +57,7 @@ inline void read_codes(const WeightView& w, int64_t column, int columns, const P
           int left = row_bytes - at < 64 ? row_bytes - at : 64;
           __mmask64 mask = left <= 0 ? 0 : ~uint64_t(0) >> (64 - left);
           read[i] = _mm512_maskz_loadu_epi8(mask, p[j] + at);
+          __builtin_prefetch(p[j] + at + kIntegerTileColumns * w.row_bytes, 0, 2);
         }
         VecU8 first, second;
         load_codes<Bits>(reinterpret_cast<const uint8_t*>(read), 0, first, second);
