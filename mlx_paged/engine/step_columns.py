@@ -82,15 +82,16 @@ def _with_drafts(
     Args:
         positions: ``[len(sampled)]``, of the last token of each sequence.
     """
-    drafts: SequenceOf[tuple[int, ...]] = batch.drafts()
-    if False in batch.samples:
-        drafts = list(compress(drafts, batch.samples))
-    sequences = [seq for seq, own in zip(sampled, drafts) for _ in range(len(own) + 1)]
-    before = [own[:count] for own in drafts for count in range(len(own) + 1)]
-    counts = np.array([len(own) + 1 for own in drafts])
-    # A row's position is that of its sequence's last row, less the number of rows between them.
-    each = np.repeat(positions - counts.cumsum(), counts) + np.arange(1, len(sequences) + 1)
-    return sequences, each, before
+    sequences: list[Sequence] = []
+    each: list[int] = []
+    before: list[tuple[int, ...]] = []
+    drafts = compress(batch.drafts(), batch.samples)
+    for seq, last, own in zip(sampled, positions.tolist(), drafts):
+        for count in range(len(own) + 1):
+            sequences.append(seq)
+            each.append(last - len(own) + count)
+            before.append(own[:count])
+    return sequences, np.array(each, dtype=np.int64), before
 
 
 class MetadataCache:
