@@ -50,14 +50,17 @@ def launched_rank() -> int | None:
 
 
 def join(environment: Mapping[str, str], backend: str) -> mx.distributed.Group:
-    """Connects this process to the other ranks. Waits for them."""
+    """Connects this process to the other ranks. Waits until all have joined."""
     global _is_joined
     if _is_joined:
         expected = "1 in a process that has had an engine of several ranks"
         raise InvalidParameterError("tensor_parallel_size", expected, "more")
     _is_joined = True
     with _environment(environment):
-        return mx.distributed.init(strict=True, backend=backend)
+        group = mx.distributed.init(strict=True, backend=backend)
+    # A ring has connected this rank to its neighbors alone.
+    mx.eval(mx.distributed.all_sum(mx.ones((group.size(),)), group=group))
+    return group
 
 
 # --- Processes on this machine --------------------------------------------------------------------
