@@ -39,9 +39,10 @@ class SpeculativeConfig:
         method: "auto" is "suffix", and "mtp" where the checkpoint has a head for it. "ngram" and
             "suffix" draft the tokens that followed an earlier occurrence of the latest ones,
             "draft_model" drafts with a smaller model, "eagle3" and "mtp" with a head that reads the
-            model's hidden states, and "dflash" with a head that drafts a whole block at once. None
-            means "draft_model" if there is a `model` ("eagle3" or "dflash" if its name contains
-            that), "ngram" if a `prompt_lookup` option is given, and else "suffix".
+            model's hidden states, and "dflash" or "dspark" with a head that drafts a whole block at
+            once. None means "draft_model" if there is a `model` ("eagle3", "dflash" or "dspark" if
+            its name contains that), "ngram" if a `prompt_lookup` option is given, and else
+            "suffix".
         model: The draft model or head: a path or hub id (or a loaded draft model, in Python). It
             must have the vocabulary of the model that it drafts for. For "mtp", None reads the
             head from the checkpoint of the model.
