@@ -90,8 +90,8 @@ struct IntegerKernels {
   // Minimum rows for repacking the codes of kIntegerTileColumns columns at a time, in the caller's
   // memory; 0: never.
   int min_tile_rows;
-  int code_bytes = 1;     // of a repacked code
-  RowBlockLayout blocks;  // of so many rows
+  int code_bytes = 1;          // of a repacked code
+  RowBlockLayout blocks = {};  // digit_bytes is 0 without tiles
 
   bool uses_tiles(int rows) const { return min_tile_rows > 0 && rows >= min_tile_rows; }
 
