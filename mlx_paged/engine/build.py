@@ -491,19 +491,23 @@ def _speculator(
     if not options.adaptive:
         return Speculator(options, drafter, None, lookup=lookup, max_rows=max_rows)
 
-    step_costs: costs.Costs | None = LearnedCosts()
+    def measure(
+        runner: ModelRunner, longest: int | None, num_tokens: int
+    ) -> costs.StepCosts | None:
+        return costs.measure(
+            runner,
+            max_num_seqs=min(config.max_num_seqs, config.step_tokens),
+            max_context_len=longest,
+            num_tokens=num_tokens,
+        )
+
+    step_costs: costs.Costs | None
     if draft_model is not None:
-
-        def measure(runner: ModelRunner, longest: int | None) -> costs.StepCosts | None:
-            return costs.measure(
-                runner,
-                max_num_seqs=min(config.max_num_seqs, config.step_tokens),
-                max_context_len=longest,
-                num_tokens=min(draft_model.num_tokens, vocab_size),
-            )
-
-        draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len)
-        step_costs = measure(runner, max_model_len)
+        num_tokens = min(draft_model.num_tokens, vocab_size)
+        draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len, num_tokens)
+        step_costs = measure(runner, max_model_len, num_tokens)
+    else:
+        step_costs = LearnedCosts(measure(runner, max_model_len, vocab_size))
     return Speculator(options, drafter, step_costs, lookup=lookup, max_rows=max_rows)
 
 

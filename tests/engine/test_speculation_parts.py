@@ -336,6 +336,20 @@ def test_costs_are_learned_from_steps_alone() -> None:
     assert costs.seconds(2, 1, 2000) == pytest.approx(0.020 * 1.6, rel=0.02)
 
 
+def test_measured_costs_hold_until_steps_of_their_size_tell_more() -> None:
+    costs = LearnedCosts(StepCosts((1, 2, 4, 8), (1.0, 1.1, 1.3, 1.7), (1.0, 1.5, 2.5, 4.5)))
+    costs.observe(1, 1, 100, 0.020)  # A machine that is busier now.
+    assert costs.seconds(4, 1, 100) == pytest.approx(0.026)
+    assert costs.seconds(8, 1, 100) == pytest.approx(0.034)
+    for _ in range(30):
+        costs.observe(4, 1, 100, 0.040)
+    assert costs.seconds(4, 1, 100) == pytest.approx(0.040, rel=0.02)
+    assert costs.seconds(8, 1, 100) == pytest.approx(0.034), "another size"
+    for _ in range(12):
+        costs.age()
+    assert costs.seconds(4, 1, 100) == pytest.approx(0.026, rel=0.03)
+
+
 def test_steps_of_other_numbers_of_sequences_are_expected_to_be_rather_short() -> None:
     """Otherwise drafts would seem to pay while sequences end, and no other step would tell."""
     costs = LearnedCosts()

@@ -2,8 +2,8 @@
 
 Drafts pay if a step with more rows takes little longer. That depends on machine, model and number
 format: on a GPU five rows cost what one does, on a CPU in 4 bits a row more costs half a step.
-For drafts that have a price, steps are measured when the engine starts; steps of requests correct
-the measurement. Other costs are learned from requests alone (`learned_costs.py`).
+Steps are measured when the engine starts; steps of requests correct the measurement, for drafts
+without a price by number of sequences and drafts (`learned_costs.py`).
 """
 
 from __future__ import annotations

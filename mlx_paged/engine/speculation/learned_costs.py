@@ -1,15 +1,17 @@
-"""LearnedCosts: how long steps with drafts take, learned from steps of requests alone.
+"""LearnedCosts: how long steps with drafts take, learned from steps of requests.
 
-Nothing is measured at start. A row more is first expected to take most of the average time of a
-step's rows, which holds where rows cost most: for quantized weights on a CPU. So only likely drafts
-are verified at first. If they turn out cheaper, others follow. All that is learned is relative to
-steps without drafts at the same time, so it holds for other contexts. Experts are chosen by the
-tokens of requests.
+What was measured at start holds until steps of a size tell more. Without a measurement, a row more
+is first expected to take most of the average time of a step's rows, which holds where rows cost
+most: for quantized weights on a CPU. So only likely drafts are verified at first. If they turn out
+cheaper, others follow. All that is learned is relative to steps without drafts at the same time, so
+it holds for other contexts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+
+from mlx_paged.engine.speculation.costs import StepCosts
 
 # Time of a further row, as a share of the average time of a step's rows.
 _UNKNOWN = 0.6
@@ -21,9 +23,14 @@ _NUM_COMPILING = 1
 
 
 class LearnedCosts:
-    """See `StepCosts`, whose methods it has."""
+    """See `StepCosts`, whose methods it has.
 
-    def __init__(self) -> None:
+    Args:
+        measured: Costs measured at start; None if that failed.
+    """
+
+    def __init__(self, measured: StepCosts | None = None) -> None:
+        self._measured = measured
         self._plain: dict[int, float] = {}  # seconds by number of sequences
         # (size of the number of sequences, size of that of drafts) -> share
         self._shares: dict[tuple[int, int], float] = {}
@@ -71,7 +78,10 @@ class LearnedCosts:
 
     def age(self) -> None:
         """Moves what is known of drafts halfway back to where it began."""
-        self._shares = {place: (share + _UNKNOWN) / 2 for place, share in self._shares.items()}
+        self._shares = {
+            place: (share + self._initial(*map(_least, place))) / 2
+            for place, share in self._shares.items()
+        }
         self._num_seen.clear()
 
     def _plain_seconds(self, num_seqs: int) -> float:
@@ -90,15 +100,32 @@ class LearnedCosts:
 
     def _share(self, num_seqs: int, num_drafts: int) -> float:
         size = _size(num_seqs)
+        if self._measured is not None:
+            learned = self._shares.get((size, _size(num_drafts)))
+            return self._initial(num_seqs, num_drafts) if learned is None else learned
         same = {drafts: share for (seqs, drafts), share in self._shares.items() if seqs == size}
         if not same:
             same = {drafts: share for (_, drafts), share in self._shares.items()}
         return _nearest(same, _size(num_drafts), _UNKNOWN)
 
+    def _initial(self, num_seqs: int, num_drafts: int) -> float:
+        """The share before steps of requests have told any."""
+        if self._measured is None:
+            return _UNKNOWN
+        context_len = self._measured.context_len
+        plain = self._measured.seconds(num_seqs, num_seqs, context_len)
+        drafted = self._measured.seconds(num_seqs + num_drafts, num_seqs, context_len)
+        return max(0.0, drafted / plain - 1) * num_seqs / num_drafts
+
 
 def _size(count: int) -> int:
     """The same for numbers that are alike: 1, 2 to 3, 4 to 7, ..."""
     return count.bit_length()
+
+
+def _least(size: int) -> int:
+    """The least number of a size."""
+    return 1 << (size - 1)
 
 
 def _nearest(known: dict[int, float], size: int, default: float) -> float:
