@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-import mlx_paged.engine.async_engine
 import mlx_paged.engine.llm
-import mlx_paged.engine.local_client
+import mlx_paged.engine.ranks.start
 from mlx_paged.cli.entry import ExitCode, status_of
 from mlx_paged.cli.main import app
 from mlx_paged.engine.llm import LLM
@@ -192,8 +191,7 @@ def test_the_data_type_reaches_the_loader(command, monkeypatch, tmp_path, capsys
     def load(model: Any, *, dtype: str, **_: Any) -> Any:
         raise LoadedError(f"to be loaded in {dtype}")
 
-    for module in (mlx_paged.engine.local_client, mlx_paged.engine.async_engine):
-        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(mlx_paged.engine.ranks.start, "load", load)
     pipe(monkeypatch, b"x")
     (tmp_path / "lines.jsonl").write_text("{}\n")
     words = [word.format(file=tmp_path / "lines.jsonl") for word in command]

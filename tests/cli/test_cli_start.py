@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 
 def run(script: str) -> str:
+    """Runs a script in an interpreter as users have it; those of other tests know the folders."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-c", script],
+        check=False, capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

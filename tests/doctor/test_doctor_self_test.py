@@ -34,7 +34,7 @@ NOT_PRIMITIVES = {
     *("make_gpu_executable", "run_gpu_executable", "plan_attention"),
     *("serves_rope", "serves_silu_mul"),
     *("add_in_product", "select_rows", "wait_actively", "has_wgmma", "has_wgmma_prefill"),
-    "max_product_rows",
+    *("max_product_rows", "max_shared_rows"),
     *("ArrayContents", "allocator_function", "make_room", "outlast_interpreter"),
     *("attention_layers", "attention_kernel", "reject_kernels", "rejected_kernels"),
     *("allow_tensor_kernels", "allow_products", "product_kernels", "set_piece_tokens"),

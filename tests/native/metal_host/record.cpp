@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../../../csrc/allocation.h"
+#include "../../../csrc/cuda/variants.h"
 #include "../../../csrc/gpu.h"
 #include "../../../csrc/primitives.h"
 #include "mlx/mlx.h"
@@ -43,6 +44,10 @@ mx::allocator::Data allocate(size_t num_bytes) {
 }
 void allocate(mx::array& a) {
   a.set_data(mx::allocator::malloc(a.nbytes()));
+}
+// csrc/cuda/variants.cpp asks more than this program has; it is for NVIDIA GPUs.
+int cuda::max_shared_rows(const AttentionLayer&, int) {
+  return 1;
 }
 }  // namespace mlx_paged
 
