@@ -2,9 +2,9 @@
 
     python bench/kv_offload_quota.py --minutes 60   # writes results/kv_offload_quota-cpu.json
 
-One process runs all the time. A second one shares the folder; it is restarted again and again, and
-every other time it ends with SIGKILL. Both compute random prompts, some of which repeat, and write
-many times the quota. They work a quarter of the time, to leave the machine to others.
+One process runs all the time. A second one shares the folder and restarts again and again; half of
+its runs end by SIGKILL. Both compute random prompts, repeat some of them, and write many times the
+quota. They work a quarter of the time, to leave the machine to others.
 
 `du` runs under the folder's lock, because it would count a file twice that is renamed meanwhile.
 """

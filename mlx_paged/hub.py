@@ -142,7 +142,7 @@ def _parts(repo: Path) -> list[Path]:
 
 
 def _begun(others: Container[str]) -> Iterator[CachedModel]:
-    """Yields models of which no file is complete yet."""
+    """Yields models whose download has not completed any file yet."""
     for repo in cache_dir().glob("models--*"):
         if repo.name in others or not (parts := _parts(repo)):
             continue
@@ -303,7 +303,7 @@ def stored_bytes(name: str, *, whole: bool = False) -> int:
     """Returns the bytes of a model's files in the cache, of all revisions.
 
     Args:
-        whole: Leave out files of which a download got only a part.
+        whole: Leave out partly downloaded files.
     """
     total = 0
     for blob in (cache_dir() / f"models--{name.replace('/', '--')}" / "blobs").glob("*"):

@@ -19,7 +19,7 @@ struct RoundedKernels {
   IntegerKernels wide4;
   IntegerKernels wide8;
   BFloatKernels bfloat;  // empty except for AVX-512 with BF16
-  // Of activations in three parts, as exact as float32 products. Empty except for AMX.
+  // Splits activations into three bfloat16 parts: as exact as float32. Empty except for AMX.
   BFloatKernels wide_bfloat;
 };
 

@@ -7,7 +7,7 @@ each shape.
 With CUDA, the graph becomes one operation (`GpuExecutable`), which a GPU replays as a whole, so
 the host has almost nothing to do. That happens at a shape's first occurrence: MLX's own products
 sum in another order, and a token must not depend on how often its step's shape occurred before.
-Decodes are padded to few numbers of rows, all of which run when an engine starts.
+Decodes are padded to a small set of row counts. The warm-up runs all of them.
 If the step has more rows or other operations than that supports, `mx.compile` repeats the graph
 from the third occurrence, so that shapes that do not repeat cost nothing; its arrays keep their
 sizes because those of a plan grow in strides (`plan.build_plan`). With Metal, the same operation is

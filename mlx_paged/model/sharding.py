@@ -47,7 +47,7 @@ _CUT_INPUTS = {
 
 
 class Summed(nn.Module):  # type: ignore[misc]
-    """A linear layer of which each rank has a part of the inputs: adds up the parts.
+    """Adds up a linear layer whose inputs are divided among the ranks.
 
     Args:
         linear: This rank's part. Only one rank's may have a bias.

@@ -117,6 +117,18 @@ def test_penalties_and_grammars(fields: dict[str, Any], tmp_path: Path) -> None:
     assert found is not None and found.num_draft_tokens > 100
 
 
+@pytest.mark.parametrize("fields", [{}, DSPARK], ids=["DFlash", "DSpark"])
+def test_a_request_limits_the_first_draft(
+    fields: dict[str, Any], tmp_path: Path, oracle: Oracle
+) -> None:
+    """The head itself would hardly ever draft one of three tokens."""
+    make_dflash(tmp_path, **fields)
+    allowed = [40, 70, 80]
+    llm_of(tmp_path).generate(*work(allowed_token_ids=allowed))
+    first = {draft.tokens[0] for _, _, draft in oracle.made}
+    assert len(oracle.made) > 20 and first <= set(allowed)
+
+
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [

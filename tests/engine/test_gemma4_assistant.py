@@ -76,6 +76,18 @@ def test_drafts_are_those_of_the_reference(
         assert tuple(found) == draft.tokens
 
 
+def test_a_request_limits_all_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The assistant itself would hardly ever draft one of three tokens."""
+    oracle = recorded(monkeypatch, 0.8, AssistantDrafter)
+    AssistantReference(tmp_path)
+    allowed = [40, 70, 80]
+    params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, allowed_token_ids=allowed)
+    prompts = [random_tokens(np.random.default_rng(3), count) for count in (5, 9)]
+    llm_of(tmp_path, drafts=True).generate(prompts, params)
+    drafted = {token for _, _, draft in oracle.made for token in draft.tokens}
+    assert len(oracle.made) > 5 and drafted <= set(allowed)
+
+
 def test_an_assistant_of_another_family_is_refused(tmp_path: Path) -> None:
     AssistantReference(tmp_path)
     config = tiny_config("llama")

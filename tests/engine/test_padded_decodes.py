@@ -1,5 +1,5 @@
-"""Plain decodes on NVIDIA GPUs are padded to few numbers of rows, all of which an engine has met
-before its first request.
+"""On NVIDIA GPUs, plain decodes are padded to a small set of row counts, and the warm-up compiles
+all of them.
 
 The programs are the model's own code here, one for each shape, so the CPU runs them.
 """
@@ -77,7 +77,7 @@ class Programs:
 
 
 def load_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Requests of which one more ends in each step, some of them sampled."""
+    """Requests that end one after another, one in each step; some are sampled."""
     rng = np.random.default_rng(3)
     prompts = [random_tokens(rng, 3) for _ in range(count)]
     params = [

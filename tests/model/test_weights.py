@@ -23,7 +23,7 @@ from support.parity import Driver, family_model, mixed_step, relative_difference
 from mlx_paged.engine.loading import load
 from mlx_paged.model.wrap import convert_to_paged
 
-# The norm of the logits' difference over that of the logits, with the same weights.
+# Relative error of the logits, with the same weights.
 TOLERANCE = 1e-5
 # Families of each kind of attention, with weights that quantise: groups of 32.
 FAMILIES = ["llama", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_next", "lfm2", "mixtral"]

@@ -12,7 +12,6 @@ each sequence::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -22,20 +21,14 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.core import SchedulerOutput
 from mlx_paged.core import Sequence as CoreSequence
-from mlx_paged.engine.sampling.logits_processors import (
-    GrammarMasks,
-    LogitEdits,
-    apply_edits,
-    has_grammars,
-    make_grammar_masks,
-)
+from mlx_paged.engine.sampling.logits_processors import LogitEdits
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.costs import StepCosts
 from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
 from mlx_paged.engine.speculation.paged_drafter import kind_of_model
-from mlx_paged.engine.speculation.rounds import draft_settings, usable_drafts
+from mlx_paged.engine.speculation.rounds import draft_settings, edited_logits, usable_drafts
 from mlx_paged.engine.step_columns import edits_of
 from mlx_paged.model.draft_heads.gemma4_assistant import Assistant, Target
 from mlx_paged.model.layout import KVCacheGroupSpec
@@ -200,7 +193,7 @@ class AssistantDrafter(Drafter):
                     self.target.caches,
                 )
             settings = self._settings(now, number)
-            logits = self._edited(logits, settings)
+            logits = edited_logits(logits, settings, self._masks)
             sampled = sample(logits, settings, platform=self._paged.platform)
             tokens = sampled.tokens
             found.append(sampled.for_host(None))
@@ -247,10 +240,3 @@ class AssistantDrafter(Drafter):
                 if edit is not None:
                     edits.append((index, edit))
         return draft_settings([member.seq.sampler.row for member in members], positions, edits)
-
-    def _edited(self, logits: mx.array, settings: SamplingMetadata) -> mx.array:
-        grammars: Future[GrammarMasks] | None = None
-        if has_grammars(settings.edits):
-            grammars = Future()
-            grammars.set_result(make_grammar_masks(settings.edits, None, self._masks))
-        return apply_edits(logits, settings.edits, None, grammars, self._masks).logits

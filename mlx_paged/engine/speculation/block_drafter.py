@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
@@ -26,20 +25,14 @@ from mlx_paged import ops
 from mlx_paged.core import StepBatch
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampling.logits_processors import (
-    GrammarMasks,
-    LogitEdits,
-    apply_edits,
-    has_grammars,
-    make_grammar_masks,
-)
+from mlx_paged.engine.sampling.logits_processors import LogitEdits
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.drafter import Wanted
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
-from mlx_paged.engine.speculation.rounds import Member, draft_settings
+from mlx_paged.engine.speculation.rounds import Member, draft_settings, edited_logits
 from mlx_paged.engine.step_columns import edits_of
 from mlx_paged.model.draft_heads.chains import Chain
 from mlx_paged.model.draft_heads.dflash import DFlashHead
@@ -121,21 +114,14 @@ class BlockDrafter(HeadDrafter):
             states = launched.hidden[rows]
             own = settings.take((firsts[: len(now)] + number).tolist())
             logits = chain.step(self._head.logits_of(states), states, before[: len(now)])
-            sampled = sample(self._edited(logits, own), own, platform=self.runner.model.platform)
+            logits = edited_logits(logits, own, self._masks)
+            sampled = sample(logits, own, platform=self.runner.model.platform)
             before = sampled.tokens
             found.append(sampled.for_host(None))
         mx.eval(*found)
         for tokens in found:
             for (member, _), token in zip(drawing, np.array(tokens).tolist()):
                 member.drafts.append(token)
-
-    def _edited(self, logits: mx.array, settings: SamplingMetadata) -> mx.array:
-        """Applies the edits of some rows."""
-        grammars: Future[GrammarMasks] | None = None
-        if has_grammars(settings.edits):
-            grammars = Future()
-            grammars.set_result(make_grammar_masks(settings.edits, None, self._masks))
-        return apply_edits(logits, settings.edits, None, grammars, self._masks).logits
 
     def _batch(self, members: Sequence[Member]) -> StepBatch:
         count = len(members)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -24,7 +25,13 @@ from mlx_paged.core import BlockCopy, StepBatch, StepTable
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampling.logits_processors import LogitEdits
+from mlx_paged.engine.sampling.logits_processors import (
+    GrammarMasks,
+    LogitEdits,
+    apply_edits,
+    has_grammars,
+    make_grammar_masks,
+)
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
@@ -248,6 +255,20 @@ def draft_settings(
         logprobs=[],
         logprob_token_ids=[],
     )
+
+
+def edited_logits(logits: mx.array, settings: SamplingMetadata, masks: SequenceMasks) -> mx.array:
+    """Applies penalties, biases and grammars to the logits ``[num_rows, vocab_size]`` of drafts.
+
+    Args:
+        settings: See `draft_settings`.
+        masks: The source of the grammars' masks.
+    """
+    grammars: Future[GrammarMasks] | None = None
+    if has_grammars(settings.edits):
+        grammars = Future()
+        grammars.set_result(make_grammar_masks(settings.edits, None, masks))
+    return apply_edits(logits, settings.edits, None, grammars, masks).logits
 
 
 def _features_after(

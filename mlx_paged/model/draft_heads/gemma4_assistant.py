@@ -102,7 +102,7 @@ def is_assistant(path: Path) -> bool:
 
 
 class Target:
-    """What an assistant uses of its model.
+    """The embeddings and attention caches of the model that an assistant drafts for.
 
     Args:
         model: An mlx-lm model, or one that holds a Gemma 4 text model.

@@ -43,7 +43,7 @@ T __shfl_sync(unsigned int, T v, int lane) {
   return shuffled(v, lane);
 }
 
-// Of other kernels.
+// Declared for templates that no kernel here instantiates.
 bool __all_sync(unsigned int, bool);
 int __popc(unsigned int);
 
