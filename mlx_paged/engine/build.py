@@ -477,8 +477,7 @@ def _speculator(
     vocab_size: int,
     assistant: AssistantDrafter | None,
 ) -> Speculator | None:
-    """Makes what proposes drafts, and measures what those with a price cost; None without
-    speculation."""
+    """Makes the speculator, and measures steps for it; None without speculation."""
     options = config.speculative_config
     if options is None or config.runner != "generate":
         return None

@@ -81,7 +81,7 @@ class LaunchedStep:
 
 
 class StepRows(NamedTuple):
-    """Where the sequences of a step are among its rows."""
+    """The rows of each sequence of a step."""
 
     query_lens: np.ndarray  # [num_seqs] int64
     context_lens: np.ndarray  # [num_seqs] int64: tokens in the blocks after the step

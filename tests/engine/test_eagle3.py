@@ -157,6 +157,6 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         make_eagle3(tmp_path / name, **fields)
         with pytest.raises((InvalidParameterError, ModelLoadError), match=message):
             llm_of(tmp_path / name)
-    with pytest.raises(ModelLoadError, match=r"config.json is not that of an EAGLE-3 head"):
+    with pytest.raises(ModelLoadError, match=r"config.json does not describe an EAGLE-3 head"):
         (tmp_path / "empty").mkdir()
         llm_of(tmp_path / "empty")

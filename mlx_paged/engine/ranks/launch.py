@@ -1,8 +1,8 @@
 """Makes the ranks: starts processes on this machine, or joins those that `mlx.launch` started.
 
 On this machine, ranks talk over MLX's ring on loopback, or with NVIDIA GPUs over NCCL with one
-visible GPU each. Messages go through socket pairs that the processes inherit, so nobody else can
-connect. Under `mlx.launch`, they go over TCP: rank 0 listens where its host file says, and a
+visible GPU each. Messages go through socket pairs that the processes inherit, so no other process
+can connect. Under `mlx.launch`, they go over TCP: rank 0 listens where its host file says, and a
 collective tells the others the port and a secret, which each of them must send first.
 """
 

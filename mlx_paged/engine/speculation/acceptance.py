@@ -65,7 +65,7 @@ def kind_of(source: Source, match_length: int) -> int:
 
 
 def source_of(kind: int) -> Source:
-    """Where drafts of a kind come from."""
+    """The source of drafts of a kind."""
     return Source(kind // len(_FIRST))
 
 

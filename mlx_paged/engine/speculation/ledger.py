@@ -1,4 +1,4 @@
-"""Ledger: bounds the time that drafts may lose, whatever was expected of them."""
+"""Ledger: bounds the time that drafts may lose, even if all expectations are wrong."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Ledger:
         return self._balance
 
     def passed(self, num_steps: float) -> None:
-        """Notes a step, whose time was that of `num_steps`."""
+        """Notes a step that took as long as `num_steps` steps without drafts."""
         if self._balance < _ADVANCE:
             self._balance = min(_ADVANCE, self._balance + _SHARE * num_steps)
         self._is_open |= self._balance >= _ENOUGH

@@ -77,13 +77,13 @@ class DFlashConfig:
         """Reads a head's ``config.json``.
 
         Raises:
-            ModelLoadError: It cannot be read, is incomplete, or is that of something else.
+            ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
         """
         try:
             config = json.loads((path / "config.json").read_text())
             return cls.of(config)
         except (AttributeError, OSError, KeyError, TypeError, ValueError) as error:
-            reason = f"its config.json is not that of a DFlash or DSpark head: {error!r}"
+            reason = f"its config.json does not describe a DFlash or DSpark head: {error!r}"
             raise ModelLoadError(str(path), reason) from error
 
     @classmethod
@@ -380,7 +380,7 @@ def load_dflash(path: Path, config: DFlashConfig, dtype: str) -> DFlashHead:
         head = DFlashHead(config)
         head.load_weights(list(_weights(path).items()))
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(str(path), f"it is no DFlash or DSpark head: {error}") from error
+        raise ModelLoadError(str(path), f"not a DFlash or DSpark head: {error}") from error
     convert(head, dtype, keeps_weights=True)
     return head
 

@@ -70,7 +70,7 @@ class Eagle3Config:
         """Reads a head's ``config.json``.
 
         Raises:
-            ModelLoadError: It cannot be read, is incomplete, or is that of something else.
+            ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
         """
         try:
             config = json.loads((path / "config.json").read_text())
@@ -78,7 +78,7 @@ class Eagle3Config:
                 raise ValueError("it is no JSON object")
             return cls.of(config)
         except (OSError, KeyError, TypeError, ValueError) as error:
-            reason = f"its config.json is not that of an EAGLE-3 head: {error}"
+            reason = f"its config.json does not describe an EAGLE-3 head: {error}"
             raise ModelLoadError(str(path), reason) from error
 
     @classmethod

@@ -52,12 +52,12 @@ class AssistantConfig:
         """Reads an assistant's ``config.json``.
 
         Raises:
-            ModelLoadError: It cannot be read, is incomplete, or is that of something else.
+            ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
         """
         try:
             return cls.of(json.loads((path / "config.json").read_text()))
         except (AttributeError, OSError, KeyError, TypeError, ValueError) as error:
-            reason = f"its config.json is not that of a Gemma 4 assistant: {error!r}"
+            reason = f"its config.json does not describe a Gemma 4 assistant: {error!r}"
             raise ModelLoadError(str(path), reason) from error
 
     @classmethod
@@ -233,7 +233,7 @@ def load_assistant(path: Path, config: AssistantConfig, dtype: str) -> Assistant
             weights["masked_embedding.token_ordering"] = order.astype(mx.int32)
         assistant.load_weights(list(weights.items()))
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelLoadError(str(path), f"it is no Gemma 4 assistant: {error}") from error
+        raise ModelLoadError(str(path), f"not a Gemma 4 assistant: {error}") from error
     options = vars(config.layer)
     conform_rope(assistant.model, options, part=None)
     convert(assistant, dtype, keeps_weights=True)

@@ -63,7 +63,7 @@ class MtpFormat:
         layer_names: Names in its layers, with those in the model's.
         hidden_first: The projection takes the hidden state first, then the embedding.
         returns_normed: Its own state for the next draft is taken after the last norm.
-        fields: From the model's config to what differs in that of a model with the head's layers.
+        fields: Maps the model's config to the fields that differ for the head's layers.
         model_layer: Prefix of a layer's weights in the model.
         published_by: A weight by which `sanitize` recognizes a published checkpoint.
     """
