@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import random
 import signal
 import sys
 import zlib
@@ -132,6 +133,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = items[shard - 1 :: shards]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seeds the global random states before a test's fixtures, those of its module included.
+
+    MLX's is seeded by the clock otherwise, and what a test draws would depend on the tests before.
+    """
+    random.seed(0)
+    np.random.seed(0)
+    mx.random.seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
