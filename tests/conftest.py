@@ -10,7 +10,6 @@ import gc
 import importlib
 import logging
 import os
-import random
 import signal
 import sys
 import zlib
@@ -137,11 +136,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seeds the global random states before a test's fixtures, those of its module included.
+    """Seeds MLX's and NumPy's random states before a test's fixtures, its module's included.
 
-    MLX's is seeded by the clock otherwise, and what a test draws would depend on the tests before.
+    The clock seeds them otherwise, and what a test draws would depend on the tests before it.
     """
-    random.seed(0)
     np.random.seed(0)
     mx.random.seed(0)
 

@@ -1,8 +1,6 @@
-"""The global random states are those of a new seed when a test begins."""
+"""MLX's and NumPy's random states are those of a new seed when a test begins."""
 
 from __future__ import annotations
-
-import random
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
@@ -12,19 +10,18 @@ import numpy as np
 import pytest
 
 
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.random()), mx.random.uniform().item()
+def draws() -> tuple[float, float]:
+    return float(np.random.random()), mx.random.uniform().item()
 
 
 @pytest.fixture(scope="module")
-def drawn_by_the_module() -> tuple[float, float, float]:
+def drawn_by_the_module() -> tuple[float, float]:
     return draws()
 
 
 def test_fixtures_of_a_module_draw_from_a_seed(
-    drawn_by_the_module: tuple[float, float, float],
+    drawn_by_the_module: tuple[float, float],
 ) -> None:
-    random.seed(0)
     np.random.seed(0)
     mx.random.seed(0)
     assert draws() == drawn_by_the_module
