@@ -389,8 +389,6 @@ class EngineConfig:
             ("runner", self.runner == "pooling"),
             ("kv_offloading_size", self.kv_offloading_size is not None),
             ("kv_offload_dir", self.kv_offload_dir is not None),
-            ("enable_lora", self.enable_lora),
-            ("adapter_path", self.adapter_path is not None),
             ("speculative_config", method in HEADS),
         ):
             if is_refused:

@@ -42,8 +42,9 @@ from mlx_paged.engine.sampling.sampler import (
     largest_of,
     sample,
 )
-from mlx_paged.model.graph_runner import Greedy
+from mlx_paged.model.graph_runner import Greedy, StepOutput
 from mlx_paged.model.layout import KVCacheGroupSpec
+from mlx_paged.model.lora import LowRank
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
@@ -189,6 +190,10 @@ class ModelRunner:
         """Allocates new pools. The contents of the old ones are lost."""
         self.model.allocate(num_blocks, num_state_slots)
 
+    def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
+        """Writes an adapter to a slot; see `PagedModel.load_adapter`."""
+        self.model.load_adapter(slot, layers)
+
     def launch(
         self,
         batch: StepBatch,
@@ -235,7 +240,7 @@ class ModelRunner:
         for slot, adapter in batch.adapters.items():
             if self._loaded.get(slot) != adapter:
                 self._loaded.pop(slot, None)  # An interrupted write leaves parts of both.
-                self.model.load_adapter(slot, adapter.layers)
+                self.load_adapter(slot, adapter.layers)
                 self._loaded[slot] = adapter
 
     @staticmethod
@@ -340,20 +345,9 @@ class ModelRunner:
             overlaps = isinstance(previous, LaunchedStep)
             media = self.media.build(batch, rows.context_lens, rows.query_lens, overlaps=overlaps)
             made = self.media.store.made()
-        inputs = self._inputs(
-            batch, rows.context_lens, rows.query_lens, rows.wanted, media, rows.num_ordered
+        logits, pools, greedy, taps = self._forward(
+            batch, rows, previous, media=media, features=features, bounds=bounds
         )
-        if features is not None:
-            inputs = replace(inputs, features=features, bounds=bounds)
-        repetition = self.model.repetition_of(inputs)
-        step_tokens = input_tokens(
-            batch,
-            rows.begins,
-            previous,
-            repetition.num_rows - len(batch.token_ids),
-            stays=repetition.reads_once,
-        )
-        logits, pools, greedy, taps = self.model.run(step_tokens, inputs, repetition)
         hidden = _joined(taps, len(batch.token_ids)) if taps else None
         if self._to_vocabulary is not None:
             mapped = self._to_vocabulary(logits)
@@ -400,6 +394,32 @@ class ModelRunner:
         if made or not is_program:
             mx.async_eval(*results, *pools, *made)  # type: ignore[no-untyped-call]
         return launched
+
+    def _forward(
+        self,
+        batch: StepBatch,
+        rows: StepRows,
+        previous: LaunchedStep | KnownTokens | None,
+        *,
+        media: StepMedia | None = None,
+        features: mx.array | None = None,
+        bounds: np.ndarray | None = None,
+    ) -> StepOutput:
+        """Builds the model's part of a step: the same graph on every rank, whose collectives meet.
+
+        Args:
+            previous, features, bounds: See `launch`.
+            media: Inputs of media items.
+        """
+        inputs = self._inputs(
+            batch, rows.context_lens, rows.query_lens, rows.wanted, media, rows.num_ordered
+        )
+        if features is not None:
+            inputs = replace(inputs, features=features, bounds=bounds)
+        repetition = self.model.repetition_of(inputs)
+        num_more = repetition.num_rows - len(batch.token_ids)
+        tokens = input_tokens(batch, rows.begins, previous, num_more, stays=repetition.reads_once)
+        return self.model.run(tokens, inputs, repetition)
 
     def _inputs(
         self,

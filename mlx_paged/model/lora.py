@@ -22,7 +22,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import kernels, ops
 from mlx_paged.model.caches import StepContext
+from mlx_paged.model.linear_parts import LinearPart, shape_of
 from mlx_paged.model.patches import Overrides
+from mlx_paged.model.sharding import Division, linear_layers
 from mlx_paged.platform import Platform
 
 # Ranks are multiples of this: products of few rows, and vectors of 16 bytes, end there.
@@ -42,13 +44,21 @@ class LowRank(NamedTuple):
     a: np.ndarray
     b: np.ndarray
 
+    def part(self, part: LinearPart) -> LowRank:
+        """The change of a rank's part of the layer.
+
+        The sum that adds up the parts of a layer with divided inputs adds up their changes, too.
+        """
+        return LowRank(self.a[:, part.inputs], self.b[:, part.outputs])
+
 
 @dataclass(frozen=True)
 class AdapterTargets:
     """The layers of a model that adapters may change, and the others by the reason why not.
 
     Attributes:
-        linear: (in_features, out_features) by the path of the module in the model.
+        linear: (in_features, out_features) by the path of the module in the model; those of whole
+            layers, also where a rank has a part of them.
         refused: What the module is, by path.
     """
 
@@ -62,26 +72,20 @@ class AdapterTargets:
         Args:
             projection: The module that makes the logits.
         """
+        parts = Division.of(model).parts
         linear: dict[str, tuple[int, int]] = {}
         refused: dict[str, str] = {}
-        for path, module in model.named_modules():
-            if module is projection and isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+        for path, module in linear_layers(model).items():
+            if module is projection:
                 refused[path] = "the output projection"
-            elif isinstance(module, (nn.Linear, nn.QuantizedLinear)):
-                linear[path] = shape_of(module)
-            elif isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
+            else:
+                linear[path] = parts[path].whole if path in parts else shape_of(module)
+        for path, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
                 refused[path] = "an embedding"
             elif isinstance(module, (SwitchLinear, QuantizedSwitchLinear)):
                 refused[path] = "a layer of experts"
         return cls(linear, refused)
-
-
-def shape_of(module: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features) of a linear layer."""
-    out_features, width = module.weight.shape
-    if isinstance(module, nn.QuantizedLinear):  # its weights are packed into uint32
-        width = width * 32 // module.bits
-    return width, out_features
 
 
 class _Stack:
@@ -124,9 +128,21 @@ class _Stack:
 
 
 class _Layer:
-    """A linear layer with its stacks."""
+    """A linear layer with its stacks.
 
-    def __init__(self, module: nn.Module, num_slots: int, rank: int, dtype: mx.Dtype) -> None:
+    Args:
+        part: The part of the layer that the module is; None: it is the whole one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        part: LinearPart | None,
+        num_slots: int,
+        rank: int,
+        dtype: mx.Dtype,
+    ) -> None:
+        self._part = part
         width, out_features = shape_of(module)
         self._stacks = (
             _Stack(num_slots, (rank, width), dtype),
@@ -136,10 +152,16 @@ class _Layer:
         self.a, self.b = (stack.array for stack in self._stacks)
 
     def write(self, slot: int, change: LowRank | None) -> None:
-        """Writes a slot; None: the slot's adapter does not change this layer."""
+        """Writes a slot.
+
+        Args:
+            change: That of the whole layer; None: the slot's adapter does not change it.
+        """
         if change is None and slot not in self._in_use:
             return
         self._in_use.add(slot)
+        if change is not None and self._part is not None:
+            change = change.part(self._part)
         for stack, values in zip(self._stacks, change or (None, None)):
             stack.write(slot, values)
         if change is None:
@@ -160,6 +182,7 @@ class AdapterLayers:
         dtype: Of the stacks; on a GPU that of the model's rows.
 
     Attributes:
+        num_slots, rank, dtype: As given.
         max_bytes: Bytes of the stacks if adapters change every layer.
     """
 
@@ -174,14 +197,15 @@ class AdapterLayers:
         dtype: mx.Dtype,
         platform: Platform,
     ) -> None:
-        self.num_slots = num_slots
-        self.max_bytes = num_slots * rank * dtype.size * sum(map(sum, targets.linear.values()))
-        self._rank, self._dtype = rank, dtype
+        self.num_slots, self.rank, self.dtype = num_slots, rank, dtype
+        layers = linear_layers(model)
+        self._modules: dict[str, nn.Module] = {path: layers[path] for path in targets.linear}
+        self._parts = Division.of(model).parts
+        features = sum(sum(shape_of(module)) for module in self._modules.values())
+        self.max_bytes = num_slots * rank * dtype.size * features
         # The operation's dtype: the CPU's takes weights of any dtype.
         self._row_dtype = mx.float32 if platform.on_cpu else dtype
         self._context = context
-        modules = dict(model.named_modules())
-        self._modules: dict[str, nn.Module] = {path: modules[path] for path in targets.linear}
         self._layers: dict[str, _Layer] = {}
         self._overrides = Overrides()
 
@@ -198,9 +222,10 @@ class AdapterLayers:
         """
         added = layers.keys() - self._layers.keys()
         for path in added:
-            layer = _Layer(self._modules[path], self.num_slots, self._rank, self._dtype)
+            module, part = self._modules[path], self._parts.get(path)
+            layer = _Layer(module, part, self.num_slots, self.rank, self.dtype)
             self._layers[path] = layer
-            self._override(self._modules[path], layer)
+            self._override(module, layer)
         for path, layer in self._layers.items():
             layer.write(slot, layers.get(path))
         return bool(added) or "write_kv" in kernels.rejected

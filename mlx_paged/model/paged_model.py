@@ -86,6 +86,7 @@ class PagedModel:
     Attributes:
         platform: The device of the steps.
         repeats_steps: True if repeating decode steps may become graphs, in pools allocated later.
+        adapter_layers: The slots for adapters; None before `enable_adapters`.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class PagedModel:
         self._known_shared_rows: dict[KVCacheGroupSpec, int] = {}
         # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
-        self._adapters: AdapterLayers | None = None
+        self.adapter_layers: AdapterLayers | None = None
         self._compiled = self._make_compiled()
 
     def _make_compiled(self) -> GraphRunner:
@@ -276,7 +277,7 @@ class PagedModel:
         chosen: mx.Dtype = own if dtype == "auto" else getattr(mx, dtype)
         if chosen != own and not self.platform.on_cpu:
             raise InvalidParameterError("lora_dtype", f"'auto' on a GPU ({own})", dtype)
-        self._adapters = AdapterLayers(
+        self.adapter_layers = AdapterLayers(
             self.model,
             self.adapter_targets(),
             self._context,
@@ -289,12 +290,12 @@ class PagedModel:
     @property
     def num_adapter_slots(self) -> int:
         """Maximum different adapters of a step; 0 before `enable_adapters`."""
-        return 0 if self._adapters is None else self._adapters.num_slots
+        return 0 if self.adapter_layers is None else self.adapter_layers.num_slots
 
     @property
     def adapter_bytes(self) -> int:
         """Maximum bytes of the slots: of adapters that change every layer."""
-        return 0 if self._adapters is None else self._adapters.max_bytes
+        return 0 if self.adapter_layers is None else self.adapter_layers.max_bytes
 
     def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
         """Writes an adapter to a slot, and waits for it.
@@ -304,8 +305,8 @@ class PagedModel:
                 that the slot has held so far.
             layers: Changes of layers, by their paths in `adapter_targets`.
         """
-        assert self._adapters is not None
-        if self._adapters.load(slot - 1, layers):
+        assert self.adapter_layers is not None
+        if self.adapter_layers.load(slot - 1, layers):
             self._compiled.forget()
 
     # Pools.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from mlx.utils import tree_map, tree_unflatten
 
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import module_of
+from mlx_paged.model.linear_parts import LINEAR, LinearPart, NumberedOutputs
 
 #: Families that mlx-lm has a `shard()` for, and that cannot use it here.
 REFUSED: dict[str, str] = {
@@ -44,6 +46,26 @@ _CUT_INPUTS = {
     ShardedToAllLinear: nn.Linear,
     QuantizedShardedToAllLinear: nn.QuantizedLinear,
 }
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the weights of a model are divided.
+
+    Attributes:
+        num_ranks: Ranks that share the model. Each makes as large a part of the logits, if they
+            are divided.
+        parts: This rank's parts of the linear layers, by path in the whole model.
+    """
+
+    num_ranks: int = 1
+    parts: Mapping[str, LinearPart] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Division:
+        """The division of any model."""
+        found = getattr(model, "division", None)
+        return found if isinstance(found, Division) else cls()
 
 
 class Summed(nn.Module):  # type: ignore[misc]
@@ -81,15 +103,25 @@ def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Gro
     if (reason := REFUSED.get(module_of(config))) is not None:
         raise UnsupportedModelError(model_type, f"{reason}, so it cannot run on {size} ranks")
     try:
+        numbered = NumberedOutputs(model)
         for module in model.modules():
             _divide_heads(module, size)
         model.shard(group)
     except (AssertionError, ValueError) as error:
         reason = f"it cannot be divided among {size} ranks: {error}"
         raise UnsupportedModelError(model_type, reason) from error
-    model.num_ranks = size  # Each makes as large a part of the logits, if they are divided.
+    model.division = Division(size, numbered.restore(model, group.rank()))
     _use_plain_layers(model, group)
     _drop_gradients(model)
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of any model, by their paths in the whole model."""
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, LINEAR)}
+    for path, module in model.named_modules():
+        if isinstance(module, Summed):
+            layers[path] = layers.pop(f"{path}.linear")
+    return layers
 
 
 def _divide_heads(module: nn.Module, size: int) -> None:

@@ -48,6 +48,7 @@ from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
 from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.recurrent import StateArrays, regrouped
+from mlx_paged.model.sharding import Division
 from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.model.verify import difference_from_dense, difference_where_cut, tolerance_of
 from mlx_paged.platform import Platform
@@ -358,7 +359,7 @@ class _Calls:
     def __init__(self, model: nn.Module) -> None:
         self._thread = threading.current_thread()
         self._types = {type(m) for m in model.modules()}
-        self._num_ranks: int = getattr(model, "num_ranks", 1)
+        self._num_ranks = Division.of(model).num_ranks
         self._stack: list[tuple[nn.Module, set[int]]] = []
         self._holders: dict[int, tuple[nn.Module, bool]] = {}
         self._projections: list[tuple[OutputProjection, int]] = []

@@ -9,13 +9,18 @@ import struct
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlx_paged.core import BlockCopy, StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.ranks import launch
+from mlx_paged.engine.ranks.adapters import AdapterReader, adapter_messages, slots_of
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.messages import (
+    ADAPTER,
+    ADAPTER_LAYER,
+    ADAPTER_SLOTS,
     START,
     STEP,
     Message,
@@ -24,6 +29,7 @@ from mlx_paged.engine.ranks.messages import (
     StepReader,
     StepWriter,
 )
+from mlx_paged.model.lora import LowRank
 
 
 def batch() -> StepBatch:
@@ -37,7 +43,8 @@ def batch() -> StepBatch:
         samples=[True, True, False],
         input_from=array("i", [2, -1, -1]),
         num_drafts=array("i", [0, 2, 0]),
-        adapter_ids=array("i", [0, 0, 0]),
+        adapter_ids=array("i", [0, 2, 1]),
+        adapters={1: None, 2: None},
         tables=[
             (StepTable((1, 2), 1), StepTable((0, 3), 2)),
             (StepTable((4,), 1), StepTable((5,), 0)),
@@ -159,6 +166,40 @@ def test_headers_that_lie(header: Any) -> None:
     text = json.dumps(header).encode()
     with pytest.raises(MessageError):
         Message.decode(struct.pack("<I", len(text)) + text)
+
+
+def test_an_adapter_survives_its_messages() -> None:
+    def change(rank: int, width: int, out_features: int) -> LowRank:
+        rng = np.random.default_rng(width)
+        sizes = (rank, width), (rank, out_features)
+        return LowRank(*(rng.standard_normal(size).astype(np.float32) for size in sizes))
+
+    sent = {"layers.0.q_proj": change(3, 8, 16), "layers.1.o_proj": change(5, 16, 8)}
+    *layers, last = [Message.decode(m.encode()) for m in adapter_messages(2, sent)]
+    reader = AdapterReader()
+    for message in layers:
+        reader.read(message)
+    assert (last.kind, last.fields) == (ADAPTER, {"slot": 2})
+    found = reader.take()
+    assert found.keys() == sent.keys() and not reader.take()
+    for path, halves in sent.items():
+        for ours, theirs in zip(halves, found[path], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    [whole, *_] = layers
+    for fields, columns in (
+        ({"rank": 0}, whole.columns),
+        ({"rank": 5}, whole.columns),
+        ({"rank": 3}, {"a": whole.columns["a"]}),
+        ({"rank": 3}, {"a": whole.columns["a"], "b": array("i", [1, 2, 3])}),
+    ):
+        with pytest.raises(MessageError, match="rank"):
+            reader.read(Message(ADAPTER_LAYER, fields, columns))
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_slots": 1, "rank": 8, "dtype": 3}])
+def test_slots_that_are_none(fields: dict[str, Any]) -> None:
+    with pytest.raises(MessageError, match="slots"):
+        slots_of(Message(ADAPTER_SLOTS, fields))
 
 
 def test_a_channel_refuses_a_length_before_it_reads() -> None:

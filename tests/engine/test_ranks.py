@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import embedded, save_tiny, tiny_config
+from support.adapters import random_layers, write_mlx, write_peft
+from support.models import embedded, save_tiny, tiny_config, tiny_model
 from support.ports import free_ports
 from support.rank_driver import answers
 
@@ -27,11 +28,13 @@ TESTS = Path(__file__).parents[1]
 # For events that come within ten seconds, unless other tests take the cores.
 SECONDS = 90
 OPTIONS: dict[str, Any] = {
-    "num_gpu_blocks_override": 26,
+    "num_gpu_blocks_override": 24,
     "block_size": 8,
     "max_num_batched_tokens": 48,
     "max_num_seqs": 6,
+    "enable_lora": True,  # one slot for two adapters
 }
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 QUANTIZED = {
     **OPTIONS,
     "kv_cache_dtype": "int8",
@@ -47,7 +50,9 @@ class Driver:
             [
                 sys.executable,
                 str(TESTS / "support" / "rank_driver.py"),
-                json.dumps({"model": str(model), "options": options}),
+                json.dumps(
+                    {"model": str(model), "adapters": adapters_of(model), "options": options}
+                ),
             ],
             env={
                 **os.environ,
@@ -123,8 +128,16 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(path: Path, **fields: Any) -> Path:
     vocab_size = embedded().config["vocab_size"]
-    save_tiny(path, tiny_config("llama", vocab_size=vocab_size, num_hidden_layers=2, **fields))
+    config = tiny_config("llama", vocab_size=vocab_size, num_hidden_layers=2, **fields)
+    save_tiny(path, config)
+    whole = tiny_model(config)
+    write_mlx(path.parent / "first", random_layers(whole, 1, names=LINEAR), scale=0.5)
+    write_peft(path.parent / "second", random_layers(whole, 2, rank=7))
     return path
+
+
+def adapters_of(model: Path) -> list[str]:
+    return [str(model.parent / name) for name in ("first", "second")]
 
 
 @pytest.fixture(scope="module")
@@ -163,20 +176,21 @@ def started(model: Path, options: dict[str, Any], **environment: str) -> Iterato
 
 def alone(model: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The answers of one rank."""
-    found = answers(make_engine(model, EngineConfig(**options)))
+    found = answers(make_engine(model, EngineConfig(**options)), adapters_of(model))
     assert json.loads(json.dumps(found)) == found
     return found
 
 
 def test_two_ranks_give_the_tokens_of_one(model: Path, two: Driver) -> None:
-    """Greedy and sampled, with shared prefixes, preemption, an abort, a grammar, reports, and an
-    exception that every rank recovers from.
+    """Greedy and sampled, with shared prefixes, preemption, an abort, a grammar, reports, adapters
+    that take each other's slot, and an exception that every rank recovers from.
 
     In float32 with random weights no two tokens are so close that the order of a sum decides.
     """
     wanted = alone(model, OPTIONS)
     found = two.answers
     assert wanted["preemptions"] > 0 and wanted["hits"] > 0 and wanted["recoveries"] == 1
+    assert wanted["adapter_evictions"] > 0
     for name in ("tokens", "finish_reasons", "preemptions", "hits", "recoveries"):
         assert found[name] == wanted[name], name
     assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
@@ -232,8 +246,6 @@ def test_what_does_not_run_on_several_ranks_is_refused_by_name() -> None:
     for name, value, expected in (
         ("runner", "pooling", "'generate'"),
         ("kv_offloading_size", 1.0, "None"),
-        ("enable_lora", True, "False"),
-        ("adapter_path", "somewhere", "None"),
         ("speculative_config", {"method": "mtp"}, "a method other than eagle3, mtp, dflash"),
     ):
         with pytest.raises(InvalidParameterError) as caught:

@@ -81,8 +81,8 @@ def test_slots_are_written_in_place() -> None:
     kept: list[mx.array] = []
     for layers in loaded:
         model.load_adapter(2, {path: LowRank(a, b.T) for path, (a, b) in layers.items()})
-        assert model._adapters is not None
-        stacks = model._adapters._layers[layer]
+        assert model.adapter_layers is not None
+        stacks = model.adapter_layers._layers[layer]
         kept = kept or [stacks.a, stacks.b]
         for stack, values in zip(kept, (layers[layer][0], layers[layer][1].T), strict=True):
             found = np.array(stack)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ ATTENTION = ("q_proj", "v_proj")
 
 
 def random_layers(
-    model: nn.Module, seed: int, *, rank: int = 4, names: Sequence[str] = ATTENTION
+    model: nn.Module, seed: int, *, rank: int = 4, names: Collection[str] = ATTENTION
 ) -> Layers:
     """Changes of a model's linear layers whose paths end in these names.
 

@@ -69,7 +69,11 @@ class Tracked:
 
 
 class Driver:
-    """Runs steps of a `PagedModel`. Pools are initially NaN, so unwritten slots become visible."""
+    """Runs steps of a `PagedModel`. Pools are initially NaN, so unwritten slots become visible.
+
+    Attributes:
+        adapter_slot: Slot of the adapter of all sequences; 0: they have none.
+    """
 
     def __init__(self, paged: PagedModel, *, num_blocks: int = 96, seed: int = 0) -> None:
         self.paged = paged
@@ -82,6 +86,7 @@ class Driver:
         self._free = rng.permutation(np.arange(1, num_blocks)).tolist()
         self._free_slots = rng.permutation(np.arange(1, NUM_STATE_SLOTS)).tolist()
         self._copies: list[tuple[int, int]] = []
+        self.adapter_slot = 0
 
     def fork(self, name: str, source: str, num_tokens: int) -> None:
         """Starts a sequence with a prefix of another: full blocks are shared, the last is copied.
@@ -123,6 +128,7 @@ class Driver:
             state_slots=StateSlots(reads, [seq.slot for seq in sequences])
             if self.paged.layout.has_states
             else None,
+            adapters=np.full(lens.sum(), self.adapter_slot) if self.adapter_slot else None,
         )
         flat = mx.array([token for tokens in work.values() for token in tokens], dtype=mx.int32)
         logits = self.paged.forward(flat, inputs)

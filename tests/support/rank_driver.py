@@ -1,8 +1,8 @@
 """Rank 0 of an engine in a process of its own, because MLX connects a process to others only once.
 
-``python rank_driver.py '{"model": ..., "options": {...}}'`` makes the engine, prints a line with
-its other processes and a line with the answers of a workload, and then does what its stdin says:
-"generate" without an end, or nothing more.
+``python rank_driver.py '{"model": ..., "adapters": [...], "options": {...}}'`` makes the engine,
+prints a line with its other processes and a line with the answers of a workload, and then does what
+its stdin says: "generate" without an end, or nothing more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import itertools
 import json
 import logging
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -21,6 +23,7 @@ import numpy as np
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.engine.sampling_params import SamplingParams
@@ -57,10 +60,19 @@ def workload(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def answers(engine: Engine) -> dict[str, Any]:
-    """Runs the workload; returns its tokens, its reports, and the numbers of the engine."""
+def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs the workload; returns its tokens, its reports, and the numbers of the engine.
+
+    Args:
+        adapters: Directories of adapters. Every third request has one of them in turn.
+    """
+    loras = itertools.cycle(
+        LoRARequest(Path(path).name, i, path) for i, path in enumerate(adapters, 1)
+    )
     outputs = [
-        engine.add_request(str(i), tokens, params)
+        engine.add_request(
+            str(i), tokens, params, lora_request=next(loras, None) if i % 3 == 1 else None
+        )
         for i, (tokens, params) in enumerate(workload(engine.vocab_size))
     ]
     count = 0
@@ -89,6 +101,7 @@ def answers(engine: Engine) -> dict[str, Any]:
         "logprobs": _logprobs(outputs[4]),
         "hits": stats.counters.num_cached_tokens,
         "preemptions": stats.num_preemptions,
+        "adapter_evictions": engine._scheduler.adapters.num_evictions,
         "recoveries": stats.num_recoveries,
         "foreign": dict(stats.compilation.foreign),
         "num_kv_heads": engine._runner.model.layout.attention[0].num_kv_heads,
@@ -107,7 +120,7 @@ def main() -> None:
     engine = make_engine(given["model"], EngineConfig(**given["options"]))
     followers = engine._ranks.group._followers if engine._ranks is not None else ()
     print("PIDS", json.dumps([f.process.pid for f in followers if f.process]), flush=True)
-    print("ANSWERS", json.dumps(answers(engine)), flush=True)
+    print("ANSWERS", json.dumps(answers(engine, given["adapters"])), flush=True)
     for line in sys.stdin:
         if line.strip() == "generate":
             params = SamplingParams(max_tokens=100, ignore_eos=True)

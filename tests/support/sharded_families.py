@@ -1,5 +1,7 @@
 """One of two ranks that compares sharded families with whole ones; MLX_RANK says which.
 
+Every linear layer has an adapter, whose parts belong to the parts of the layer.
+
 ``python sharded_families.py '["qwen2", "qwen3_moe 4 bit"]'`` prints a line with the difference of
 each family's logits, or why it was refused, and the operations that MLX runs between phases.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -16,15 +20,21 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 from mlx_lm.utils import quantize_model
 
+from mlx_paged.engine.lora.files import read_adapter
 from mlx_paged.errors import UnsupportedModelError
+from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.sharding import shard
 from mlx_paged.model.wrap import convert_to_paged
+from support.adapters import adapted, random_layers, write_mlx
 from support.family_configs import VOCAB_SIZE, config_of
 from support.metal_stand_ins import standing_in
 from support.parity import Driver, family_model, relative_difference
 
 #: Sizes that two ranks can divide where config_of's cannot be, and that quantize in groups of 32.
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64}
+
+#: Layers of Kimi K3 that it reads the weights of, without a call that an adapter could change.
+NOT_CALLED = {"self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj"}
 
 
 def config_for(family: str) -> tuple[dict[str, Any], bool]:
@@ -51,7 +61,17 @@ def _compared(family: str, group: mx.distributed.Group) -> dict[str, Any]:
     except UnsupportedModelError as error:
         return {"refused": str(error)}
     paged = convert_to_paged(part, family, block_size=8)
-    difference = max(relative_difference(whole, Driver(paged), VOCAB_SIZE).values())
+    driver = Driver(paged)
+    targets = paged.adapter_targets()
+    with tempfile.TemporaryDirectory() as folder:
+        names = {path.rpartition(".")[2] for path in targets.linear} - NOT_CALLED
+        layers = random_layers(whole, 1, names=names)
+        path = write_mlx(Path(folder), layers, scale=0.5)
+        paged.enable_adapters(1, RANK_STEP)
+        paged.load_adapter(1, read_adapter(family, path, targets).layers)
+        driver.adapter_slot = 1
+        adapted(whole, path)
+    difference = max(relative_difference(whole, driver, VOCAB_SIZE).values())
     return {"difference": difference, "foreign": dict(paged.compilation.foreign)}
 
 

@@ -10,8 +10,8 @@ import struct
 from mlx_paged.engine.ranks.messages import Message, MessageError
 
 _LENGTH = struct.Struct("<I")
-# The largest step: a million tokens with their tables.
-_MAX_BYTES = 64 << 20
+# A step of a million tokens with their tables, or an adapter's widest layer.
+_MAX_BYTES = 256 << 20
 
 
 class Channel:

@@ -9,12 +9,16 @@ from mlx_paged.core import StepBatch
 from mlx_paged.engine.build import prepare_model, resolve
 from mlx_paged.engine.calibration import prove_kernels
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.input_tokens import KnownTokens, input_tokens
+from mlx_paged.engine.input_tokens import KnownTokens
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.memory import limit_buffer_cache, limit_run_ahead
+from mlx_paged.engine.ranks.adapters import AdapterReader, slots_of
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.messages import (
+    ADAPTER,
+    ADAPTER_LAYER,
+    ADAPTER_SLOTS,
     ALLOCATE,
     RESET,
     START,
@@ -36,6 +40,9 @@ class FollowRunner(ModelRunner):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self._collective = collective
 
+    def _load_adapters(self, batch: StepBatch) -> None:
+        """The adapters of a step come before it, in messages of their own."""
+
     def _launch(
         self,
         batch: StepBatch,
@@ -44,16 +51,10 @@ class FollowRunner(ModelRunner):
         features: mx.array | None,
         bounds: np.ndarray | None,
     ) -> LaunchedStep:
-        """Builds the graph that `ModelRunner` builds, because its collectives must be the same."""
+        """Runs the model as rank 0 does, and takes the tokens that rank 0 chooses."""
         self._copy_blocks(batch)
         rows = self._step_rows(batch)
-        inputs = self._inputs(
-            batch, rows.context_lens, rows.query_lens, rows.wanted, None, rows.num_ordered
-        )
-        repetition = self.model.repetition_of(inputs)
-        num_more = repetition.num_rows - len(batch.token_ids)
-        tokens = input_tokens(batch, rows.begins, previous, num_more, stays=repetition.reads_once)
-        logits, pools, _, _ = self.model.run(tokens, inputs, repetition)
+        logits, pools, _, _ = self._forward(batch, rows, previous)
         chosen = mx.zeros((rows.num_sampled,), dtype=mx.int32)
         if rows.num_sampled:
             # After the collectives of the model, as on rank 0.
@@ -72,7 +73,7 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
     """
     runner: FollowRunner | None = None
     newest: LaunchedStep | None = None
-    reader = StepReader()
+    reader, layers = StepReader(), AdapterReader()
     while True:
         if newest is not None and not channel.wait(_QUIET):
             FollowRunner.wait(newest)  # raises if it failed
@@ -89,6 +90,12 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
             before, newest = newest, runner.launch(reader.step(message), newest)
             if before is not None:
                 FollowRunner.wait(before)
+        elif message.kind == ADAPTER_SLOTS:
+            runner.model.enable_adapters(*slots_of(message))
+        elif message.kind == ADAPTER_LAYER:
+            layers.read(message)
+        elif message.kind == ADAPTER:
+            runner.load_adapter(int(message.fields["slot"]), layers.take())
         elif message.kind == RESET:
             newest = None
             runner.reset()

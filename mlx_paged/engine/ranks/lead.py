@@ -1,7 +1,8 @@
 """Rank 0: `LeadRunner` and `RanksExecutor`, which run every step on all ranks.
 
 Whatever rank 0 does to its pools, the others do to theirs, in the same order: allocating them,
-steps of the warm-up and of measurements, and the steps of requests. Rank 0 alone chooses tokens.
+loading adapters, steps of the warm-up and of measurements, and the steps of requests. Rank 0 alone
+chooses tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.executor import InProcessExecutor
-from mlx_paged.engine.input_tokens import KnownTokens
+from mlx_paged.engine.ranks.adapters import adapter_messages, slots_message
 from mlx_paged.engine.ranks.life import Group
 from mlx_paged.engine.ranks.messages import ALLOCATE, RESET, Message, StepWriter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
+from mlx_paged.model.lora import LowRank
 
 #: Seconds between two looks of an idle engine at whether its other ranks live.
 CHECK_SECONDS = 1.0
@@ -50,6 +51,8 @@ class LeadRunner(ModelRunner):
         self._writer = StepWriter()
         super().__init__(*arguments, **options)
         self.share_tokens = self._share
+        if self.model.adapter_layers is not None:
+            self._group.send(slots_message(self.model.adapter_layers).encode())
 
     def allocate(
         self, num_blocks: int | Mapping[KVCacheGroupSpec, int], num_state_slots: int = 0
@@ -64,16 +67,16 @@ class LeadRunner(ModelRunner):
         self._group.send(message.encode())
         super().allocate(num_blocks, num_state_slots)
 
-    def launch(
-        self,
-        batch: StepBatch,
-        previous: LaunchedStep | KnownTokens | None,
-        features: mx.array | None = None,
-        bounds: np.ndarray | None = None,
-    ) -> LaunchedStep:
+    def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
         """See `ModelRunner`."""
+        for message in adapter_messages(slot, layers):
+            self._group.send(message.encode())
+        super().load_adapter(slot, layers)
+
+    def _launch(self, batch: StepBatch, *arguments: Any) -> LaunchedStep:
+        # After the messages of its adapters.
         self._group.send(self._writer.message(batch).encode())
-        return super().launch(batch, previous, features, bounds)
+        return super()._launch(batch, *arguments)
 
     def reset(self) -> None:
         """See `ModelRunner`."""

@@ -23,9 +23,11 @@ from mlx_paged.errors import MlxPagedError
 
 _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 1 << 20
-_TYPES = ("b", "i", "q", TOKEN_TYPE)  # of columns: int8, int32, int64, uint32
+_TYPES = ("b", "i", "q", TOKEN_TYPE, "f")  # of columns: int8, int32, int64, uint32, float32
 
-KINDS = START, ALLOCATE, STEP, RESET = "start", "allocate", "step", "reset"
+START, ALLOCATE, STEP, RESET = "start", "allocate", "step", "reset"
+ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER = "adapter slots", "adapter layer", "adapter"
+KINDS = (START, ALLOCATE, STEP, RESET, ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER)
 
 
 class MessageError(MlxPagedError, ValueError):
@@ -44,7 +46,7 @@ class Message:
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, array[int]] = field(default_factory=dict)
+    columns: Mapping[str, array[Any]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The message as bytes."""
@@ -71,7 +73,7 @@ class Message:
             kind, fields, shapes = header["kind"], header["fields"], header["columns"]
             if kind not in KINDS or not isinstance(fields, dict):
                 raise MessageError(f"unknown message {kind!r}")
-            columns: dict[str, array[int]] = {}
+            columns: dict[str, array[Any]] = {}
             for name, (typecode, count) in shapes.items():
                 if typecode not in _TYPES or not isinstance(count, int):
                     raise MessageError(f"column {name!r} has {count!r} values of type {typecode!r}")
@@ -93,6 +95,8 @@ class Message:
 # --- Steps ----------------------------------------------------------------------------------------
 
 
+# Columns of steps with a value for each sequence.
+_BY_SEQUENCE = ("starts", "query_lens", "samples", "input_from", "num_drafts", "adapter_ids")
 #: In place of a table's length: it is the one of the step before.
 _SAME = -1
 
@@ -107,7 +111,7 @@ class StepWriter:
         self._before: dict[int, tuple[StepTable, ...]] = {}  # by sequence, of the step before
 
     def message(self, batch: StepBatch) -> Message:
-        """Returns the message of a step: without its sampling, its adapters and its media."""
+        """Returns the message of a step: without its sampling and its media."""
         lengths, blocks = array("i"), array("i")
         for seq_id, tables in zip(batch.seq_ids, batch.tables):
             before = self._before.get(seq_id, ())
@@ -127,6 +131,7 @@ class StepWriter:
             "samples": array("b", batch.samples),
             "input_from": batch.input_from,
             "num_drafts": batch.num_drafts,
+            "adapter_ids": batch.adapter_ids,
             "table_lens": lengths,
             "dirty_from": array("i", dirty),
             "blocks": blocks,
@@ -163,10 +168,7 @@ class StepReader:
         columns = message.columns
         try:
             count = len(columns["seq_ids"])
-            lengths = {
-                len(columns[name])
-                for name in ("starts", "query_lens", "samples", "input_from", "num_drafts")
-            }
+            lengths = {len(columns[name]) for name in _BY_SEQUENCE}
             if lengths != {count} or sum(columns["query_lens"]) != len(columns["token_ids"]):
                 raise MessageError(f"a step of {count} sequences has columns of other lengths")
             tables = self._tables_of(columns)
@@ -186,7 +188,8 @@ class StepReader:
                 is_decode=message.fields["is_decode"] is True,
                 input_from=columns["input_from"],
                 num_drafts=columns["num_drafts"],
-                adapter_ids=array("i", bytes(4 * count)),
+                adapter_ids=columns["adapter_ids"],
+                adapters={slot: None for slot in columns["adapter_ids"] if slot},
                 tables=tables,
                 slots=[StateMove(*pair) for pair in slots],
                 block_copies=_copies_of(columns),
