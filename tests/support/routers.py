@@ -11,7 +11,7 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,9 @@ class _Thread:
         raise AssertionError("a thread cannot be killed")
 
 
-async def _started(entry: str, spec: ModelSpec, path: Path, on_used: OnUsed) -> ModelProcess:
+async def _started(
+    entry: str, spec: ModelSpec, path: Path, on_used: OnUsed, environment: Mapping[str, str]
+) -> ModelProcess:
     """Stands for `ModelProcess.start`."""
     thread = _Thread(spec, path)
     await thread.start()

@@ -31,6 +31,7 @@ def main() -> None:
 
     from mlx_paged.server import logs
     from mlx_paged.server.router.link import RouterLink
+    from mlx_paged.server.router.process import REPLICA
 
     link = RouterLink(pipe)
     logs.configure(server.log_level, server.log_format, server.log_config)
@@ -38,6 +39,8 @@ def main() -> None:
         server = replace(server, uds=uds)
         one = OneModel.of(model, options, server)
         logs.add_field("model", one.config.model_name)
+        if REPLICA in os.environ:
+            logs.add_field("replica", os.environ[REPLICA])
         sys.exit(one.run(server, link))
     except MlxPagedError as error:
         link.failed(error)

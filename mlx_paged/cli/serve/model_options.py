@@ -55,6 +55,17 @@ class ModelOptions:
         int,
         option(_MODEL, RANKS_HELP, "--tensor-parallel-size", "-tp", min=1, callback=follow_first),
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        option(
+            _MODEL,
+            "Serve the model from this many processes, each with devices of its own or a share of "
+            "the cores. docs/replicas.md",
+            "--data-parallel-size",
+            "-dp",
+            min=1,
+        ),
+    ] = 1
     pipeline_parallel_size: Annotated[
         int, option(_MODEL, "Only 1: --tensor-parallel-size divides every layer.", min=1)
     ] = 1

@@ -1,4 +1,4 @@
-"""Serves several models: checks their options, divides the memory, and runs the router."""
+"""Runs the router for several models or replicas: checks options, divides devices and memory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ _SHARED = (
 def run_several(
     models: Sequence[ServedModelOptions], server: ServerOptions, several: SeveralOptions
 ) -> int:
-    """Serves models until a signal arrives; returns the exit status.
+    """Serves models behind a router until a signal arrives; returns the exit status.
 
     Raises:
         InvalidParameterError: It names the option.
     """
-    from mlx_paged.engine.memory import default_budget
+    from mlx_paged.cli.serve.replicas import environments_of, with_shares
+    from mlx_paged.engine.memory import default_budget, device_memory
+    from mlx_paged.platform import is_cpu_default
     from mlx_paged.server import run
     from mlx_paged.server.config import ServerConfig
     from mlx_paged.server.rate_limits import keys_of
@@ -50,13 +52,20 @@ def run_several(
     access.check(server)
     given = several.memory_budget
     budget = default_budget() if given is None else int(given * _GIB)
+    if len(models) == 1 and not is_cpu_default():
+        budget = device_memory()  # Each replica sizes its cache for a device of its own.
     shared = {name: getattr(server, name) for name in _SHARED}
     own = ServerOptions(**shared, serve_page=False, page_mcp=False, model_changes=False)
     specs: list[ModelSpec] = []
     for model in models:
         options = replace(model.options, served_model_names=list(model.names) or None)
-        if not _is_sized(options):
+        environments = environments_of(options)
+        has_own_devices = len(environments) > 1 and not is_cpu_default()
+        options = with_shares(options, has_own_devices=has_own_devices)
+        if not (_is_sized(options) or (len(models) == 1 and has_own_devices)):
             kv_bytes = min(_KV_BYTES, budget // _KV_SHARE)
+            if not has_own_devices:
+                kv_bytes //= len(environments)
             options = replace(options, kv_cache_memory=kv_bytes)
         checked = OneModel.of(model.model, options, own)
         name, *aliases = checked.config.served_model_names
@@ -66,12 +75,14 @@ def run_several(
                 model.model,
                 tuple(aliases),
                 kv_bytes=_kv_bytes(options),
-                pinned=model.pinned,
+                pinned=model.pinned or len(models) == 1,
                 preload=model.preload,
                 ttl=model.ttl,
                 adapters=tuple(adapter for adapter, _ in checked.config.lora_modules),
                 max_num_seqs=options.max_num_seqs,
                 launch=pickle.dumps((model.model, options, own)),
+                environments=environments,
+                has_own_devices=has_own_devices,
             )
         )
     check_names(tuple(specs))

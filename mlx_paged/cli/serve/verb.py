@@ -63,10 +63,11 @@ def serve(
     logs.configure(server.log_level, server.log_format, server.log_config)
     with logs.last_line(server.log_format):
         models = models_of(context, model, options, several)
-        if len(models) > 1:
+        if len(models) == 1:
+            refuse_alone(several)
+        if len(models) > 1 or models[0].options.data_parallel_size > 1:
             status = run_several(models, server, several)
         else:
-            refuse_alone(several)
             [only] = models
             named = replace(only.options, served_model_names=list(only.names) or None)
             status = OneModel.of(only.model, named, server).run(server)

@@ -38,7 +38,8 @@ _TO_CONNECT = 60.0  # seconds
 _TO_GREET = 5.0
 # Seconds until TCP notices that a host is gone: idle, between probes; and probes.
 _KEEP_ALIVE = (2, 1, 3)
-_THREADS = "MLX_PAGED_NUM_THREADS"
+#: Environment variable with the number of threads of a process's CPU kernels.
+THREADS = "MLX_PAGED_NUM_THREADS"
 
 _is_joined = False  # MLX keeps a process's connections to other ranks until its end.
 
@@ -79,7 +80,7 @@ def start(size: int) -> tuple[list[Follower], dict[str, str], str]:
     common, backend = {}, "ring"
     hosts: Path | None = None
     if platform.has_cuda:
-        backend, devices = "nccl", _visible_gpus()
+        backend, devices = "nccl", visible_gpus()
         if len(devices) < size:
             expected = f"at most {len(devices)}, the number of visible GPUs"
             raise InvalidParameterError("tensor_parallel_size", expected, size)
@@ -88,10 +89,9 @@ def start(size: int) -> tuple[list[Follower], dict[str, str], str]:
     else:
         hosts = _host_file(size)
         common = {"MLX_HOSTFILE": str(hosts)}
-    if platform.on_cpu and _THREADS not in os.environ:
+    if platform.on_cpu and THREADS not in os.environ:
         # Too late for this process if it has run kernels before.
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        os.environ[_THREADS] = str(max(1, cores // size))
+        os.environ[THREADS] = threads_of(size)
     followers = []
     for rank in range(1, size):
         own = {**common, "MLX_RANK": str(rank)}
@@ -121,7 +121,14 @@ def _start_one(rank: int, environment: Mapping[str, str], backend: str) -> Follo
     return Follower(rank, Channel(channel), life, process)
 
 
-def _visible_gpus() -> list[str]:
+def threads_of(num_processes: int) -> str:
+    """Returns the threads of each of several processes that share the cores, for `THREADS`."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return str(max(1, cores // num_processes))
+
+
+def visible_gpus() -> list[str]:
+    """Returns the NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name.strip()]

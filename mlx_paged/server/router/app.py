@@ -89,7 +89,8 @@ def create_router(pool: ModelPool, config: ServerConfig, address: str = "127.0.0
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        start_batches(context, SPARE + max(model.spec.max_num_seqs for model in pool.models))
+        specs = [model.spec for model in pool.models]
+        start_batches(context, SPARE + max(s.max_num_seqs * s.num_replicas for s in specs))
         async with shell.running_tools(context):
             yield
         if context.batches is not None:

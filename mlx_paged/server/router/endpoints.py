@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal, NotRequired, cast
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, cast
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
@@ -28,6 +28,7 @@ from mlx_paged.server.router.context import RouterContext, router_of
 from mlx_paged.server.router.forward import forward
 from mlx_paged.server.router.metrics import merged
 from mlx_paged.server.router.pool import PooledModel
+from mlx_paged.server.router.routing import Replica
 from mlx_paged.server.router.transport import Upstream, UpstreamError
 
 # Seconds to wait for the answer of a process.
@@ -187,9 +188,10 @@ async def server_info(request: Request) -> Response:
     if asked is not None:
         found = context.pool.find(asked)
         # No lease: a look at the statistics does not keep the model loaded.
-        answer = await _ask(found, "GET", "/server_info") if found.is_loaded else None
-        if answer is not None:
-            return Response(answer[2], answer[1], media_type="application/json")
+        for replica in found.replicas:
+            answer = await _ask(found, replica, "GET", "/server_info")
+            if answer is not None:
+                return Response(answer.body, answer.status, media_type="application/json")
     info: dict[str, Any] = {
         "version": __version__,
         "status": context.phase.value,
@@ -205,10 +207,17 @@ async def server_info(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Returns the metrics of the router and of all loaded models, in Prometheus's text format."""
     context = router_of(request)
-    answers = await _ask_all(context, "GET", "/metrics")
-    texts = {model.name: body.decode() for model, status, body in answers if status == 200}
+    texts: dict[PooledModel, dict[Replica, str]] = {}
+    for answer in await _ask_all(context, "GET", "/metrics"):
+        if answer.status == 200:
+            texts.setdefault(answer.model, {})[answer.replica] = answer.body.decode()
+    families = {
+        model.name: model.process.metrics(texts.get(model, {}))
+        for model in context.pool.models
+        if model.process is not None
+    }
     own = context.metrics.render(None).decode()
-    return Response(merged(own, texts), media_type=CONTENT_TYPE_LATEST)
+    return Response(merged(own, families), media_type=CONTENT_TYPE_LATEST)
 
 
 async def abort_requests(request: Request) -> Response:
@@ -219,7 +228,10 @@ async def abort_requests(request: Request) -> Response:
         context, "POST", "/abort_requests", json.dumps({"request_ids": body.request_ids}).encode()
     )
     ids = [
-        each for _, status, body in answers if status == 200 for each in json.loads(body)["aborted"]
+        each
+        for answer in answers
+        if answer.status == 200
+        for each in json.loads(answer.body)["aborted"]
     ]
     return JSONResponse(Aborted(aborted=list(dict.fromkeys(ids))))
 
@@ -229,30 +241,42 @@ async def reset_prefix_cache(request: Request) -> Response:
     context = router_of(request)
     context.check_takes_requests()
     answers = await _ask_all(context, "POST", "/reset_prefix_cache")
-    counts = [json.loads(body)["num_blocks"] for _, status, body in answers if status == 200]
+    for answer in answers:
+        answer.replica.prefixes.clear()
+    counts = [json.loads(each.body)["num_blocks"] for each in answers if each.status == 200]
     return JSONResponse(responses.Reset(num_blocks=sum(counts)))
+
+
+class _Answer(NamedTuple):
+    """A process's answer to this router."""
+
+    model: PooledModel
+    replica: Replica
+    status: int
+    body: bytes
 
 
 async def _ask_all(
     context: RouterContext, method: str, path: str, body: bytes = b""
-) -> list[tuple[PooledModel, int, bytes]]:
-    """Queries all loaded models; returns the answers that arrive within the timeout."""
-    loaded = [model for model in context.pool.models if model.is_loaded]
-    found = await asyncio.gather(*(_ask(model, method, path, body) for model in loaded))
-    return [answer for answer in found if answer is not None]
+) -> list[_Answer]:
+    """Queries all processes of loaded models; returns the answers within the timeout."""
+    asked = [
+        _ask(model, replica, method, path, body)
+        for model in context.pool.models
+        for replica in model.replicas
+    ]
+    return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
 
 async def _ask(
-    model: PooledModel, method: str, path: str, body: bytes = b""
-) -> tuple[PooledModel, int, bytes] | None:
-    assert model.process is not None
+    model: PooledModel, replica: Replica, method: str, path: str, body: bytes = b""
+) -> _Answer | None:
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     upstream = None
     try:
         async with asyncio.timeout(_TIMEOUT):
-            socket = model.process.socket
-            upstream = await Upstream.send(socket, method, path, headers, body)
-            return model, upstream.status, await upstream.read()
+            upstream = await Upstream.send(replica.socket, method, path, headers, body)
+            return _Answer(model, replica, upstream.status, await upstream.read())
     except (TimeoutError, UpstreamError):
         return None
     finally:
@@ -270,8 +294,8 @@ async def change_adapters(request: Request) -> Response:
 
 async def _refresh_adapters(model: PooledModel) -> None:
     """Updates the list of a model's adapters from its process."""
-    answer = await _ask(model, "GET", "/v1/models")
+    answer = await _ask(model, model.replicas[0], "GET", "/v1/models") if model.replicas else None
     if answer is not None and model.loaded is not None:
-        entries = json.loads(answer[2])["data"]
+        entries = json.loads(answer.body)["data"]
         names = tuple(entry["id"] for entry in entries if entry["parent"] is not None)
         model.loaded = replace(model.loaded, adapters=names)

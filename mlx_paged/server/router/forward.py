@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -37,6 +38,7 @@ from mlx_paged.server.responses import ErrorAnswer
 from mlx_paged.server.router.context import RouterContext, router_of
 from mlx_paged.server.router.link import ACCOUNT, BACKGROUND
 from mlx_paged.server.router.pool import KeepAlive, Lease, PooledModel
+from mlx_paged.server.router.routing import RoutedRequest
 from mlx_paged.server.router.transport import Header, Upstream, UpstreamError
 
 # Seconds before a waiting stream gets its first comment, and between further comments. From the
@@ -104,15 +106,19 @@ async def forward_to_owner(request: Request) -> Response:
     """
     context = router_of(request)
     context.check_takes_requests()
-    loaded = [model for model in context.pool.models if model.is_loaded]
-    for model in loaded:
+    asked = [(model, each) for model in context.pool.models for each in model.replicas]
+    for model, replica in asked:
         lease = context.pool.lease(model.name)
         try:
-            upstream = await _send(request, lease, b"")
-            if upstream.status == 404 and model is not loaded[-1]:
+            lease.enter(replica)
+            upstream = await _send(request, replica.socket, b"")
+            if upstream.status == 404 and replica is not asked[-1][1]:
                 upstream.close()
                 lease.release()
                 continue
+        except UpstreamError:  # It has just died, and all that it had is gone.
+            lease.release()
+            continue
         except BaseException:
             lease.release()
             raise
@@ -220,7 +226,9 @@ class ForwardedResponse(Response):
         try:
             if self._upstream is None:
                 await self._wait(send)
-                self._upstream = await _send(self._request, self._lease, self._body)
+                routed = RoutedRequest(self._request.headers, self._body)
+                socket = await self._lease.place(routed)
+                self._upstream = await _send(self._request, socket, self._body)
             if self._before_answer is not None:
                 await self._before_answer(self._lease.model)
             trace.is_forwarded = True  # The process logs it.
@@ -283,17 +291,16 @@ class ForwardedResponse(Response):
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-async def _send(request: Request, lease: Lease, body: bytes) -> Upstream:
-    """Sends a request to the process of a model.
+async def _send(request: Request, socket: Path, body: bytes) -> Upstream:
+    """Sends a request to a process of a model.
 
     Raises:
-        ApiError: See `Lease.ready`.
         UpstreamError: There is no response.
     """
     target = quote(_path_of(request), safe="/:@!$&'()*+,;=~")
     query = request.scope.get("query_string", b"").decode("latin-1")
     return await Upstream.send(
-        await lease.ready(),
+        socket,
         "GET" if request.method == "HEAD" else request.method,  # uvicorn leaves the body out.
         f"{target}?{query}" if query else target,
         [

@@ -10,7 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Sequence,
+)
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +27,7 @@ from mlx_paged.server.catalog import ModelFiles, ModelState, ModelStatus
 from mlx_paged.server.config import DEFAULT_TAG
 from mlx_paged.server.errors import MEMORY_BUDGET, RETRY_AFTER, ApiError, shorten, unavailable
 from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
+from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import DEFAULT_NAMES, PROCESS_BYTES, ModelSpec, check_names
 
 logger = logging.getLogger(__name__)
@@ -94,6 +103,11 @@ class PooledModel:
         return self.process is not None and self.loading is None and self.stopping is None
 
     @property
+    def replicas(self) -> Sequence[Replica]:
+        """The processes that take its requests; none unless it is loaded."""
+        return self.process.replicas if self.process is not None and self.is_loaded else ()
+
+    @property
     def is_idle(self) -> bool:
         """True if it is loaded and has no requests."""
         return self.is_loaded and self.num_requests == 0
@@ -103,7 +117,8 @@ class PooledModel:
         """Bytes that the loaded model takes: measured, or estimated before the first load."""
         if self.loaded is not None:
             return self.loaded.memory
-        return (self.files.weight_bytes or 0) + self.spec.kv_bytes + PROCESS_BYTES
+        one = (self.files.weight_bytes or 0) + self.spec.kv_bytes + PROCESS_BYTES
+        return one * self.spec.num_copies
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -116,6 +131,7 @@ class Lease:
 
     def __init__(self, pool: ModelPool, model: PooledModel) -> None:
         self._pool, self._model = pool, model
+        self._replica: Replica | None = None
         self._is_released = False
 
     @property
@@ -123,8 +139,8 @@ class Lease:
         """The model."""
         return self._model
 
-    async def ready(self) -> Path:
-        """Waits until the model is loaded; returns the socket of its process.
+    async def ready(self) -> ServingProcess:
+        """Waits until the model is loaded; returns its process.
 
         Raises:
             ApiError: 429, too many requests wait; 503, it cannot be loaded now, and why; 507, it
@@ -132,10 +148,29 @@ class Lease:
         """
         return await self._pool.wait_loaded(self._model)
 
+    async def place(self, request: RoutedRequest) -> Path:
+        """Waits as `ready` does; returns the socket of the process that answers a request.
+
+        Raises:
+            ApiError: See `ready`; or 503, none of the model's replicas runs now.
+        """
+        process = await self.ready()
+        replica = await process.choose(request)
+        self.enter(replica)
+        return replica.socket
+
+    def enter(self, replica: Replica) -> None:
+        """Counts the request among those of a replica, until it is released."""
+        assert self._replica is None and not self._is_released
+        self._replica = replica
+        replica.num_requests += 1
+
     def release(self) -> None:
         """Ends the lease. The pool may unload the model from now on."""
         if not self._is_released:
             self._is_released = True
+            if self._replica is not None:
+                self._replica.num_requests -= 1
             self._pool.end(self._model)
 
 
@@ -288,7 +323,7 @@ class ModelPool:
             model.keep_alive = keep_alive
         return Lease(self, model)
 
-    async def wait_loaded(self, model: PooledModel) -> Path:
+    async def wait_loaded(self, model: PooledModel) -> ServingProcess:
         """See `Lease.ready`."""
         while not model.is_loaded:
             if self._is_closing:
@@ -317,7 +352,7 @@ class ModelPool:
                     error.status, error.message, code=error.code, headers=error.headers
                 ) from error
         assert model.process is not None
-        return model.process.socket
+        return model.process
 
     def end(self, model: PooledModel) -> None:
         """See `Lease.release`."""

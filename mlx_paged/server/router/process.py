@@ -6,20 +6,28 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 #: Called with an account number and the tokens that it used.
 OnUsed = Callable[[int, int], None]
+
+#: Environment variable with a replica's number, which its log lines have.
+REPLICA = "MLX_PAGED_REPLICA"
 
 # Seconds to wait for a process to exit after its requests have finished, before it is killed.
 _GRACE = 10.0
@@ -47,11 +55,21 @@ class ProcessFailedError(Exception):
 
 
 class ServingProcess(Protocol):
-    """A process that serves one model."""
+    """A process that serves one model, or several that serve it together (`ReplicaSet`)."""
 
     @property
-    def socket(self) -> Path:
-        """The Unix domain socket that it listens on."""
+    def replicas(self) -> Sequence[Replica]:
+        """The processes that take requests now."""
+
+    async def choose(self, request: RoutedRequest) -> Replica:
+        """Returns the process that answers a request.
+
+        Raises:
+            ApiError: 503, none runs now.
+        """
+
+    def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
+        """Combines metrics that processes have answered, in Prometheus's text format."""
 
     async def loaded(self) -> LoadedModel:
         """Waits until the model is loaded.
@@ -77,12 +95,16 @@ class ServingProcess(Protocol):
 class ModelProcess:
     """See `ServingProcess`.
 
+    Attributes:
+        socket: The Unix domain socket that it listens on.
+
     The child reads its options from stdin, whose end tells it that the router has ended. Its stdout
     is described in `link`.
     """
 
     def __init__(self, process: Process, socket: Path, on_used: OnUsed) -> None:
         self.socket = socket
+        self._replica = Replica(socket)
         self._process = process
         self._on_used = on_used
         self._loaded: asyncio.Future[dict[str, Any] | None] = asyncio.Future()
@@ -90,7 +112,12 @@ class ModelProcess:
 
     @classmethod
     async def start(
-        cls, entry: str, spec: ModelSpec, socket: Path, on_used: OnUsed
+        cls,
+        entry: str,
+        spec: ModelSpec,
+        socket: Path,
+        on_used: OnUsed,
+        environment: Mapping[str, str],
     ) -> ModelProcess:
         """Starts a process.
 
@@ -98,18 +125,34 @@ class ModelProcess:
             entry: The module whose `main` the child runs.
             socket: Path of the socket that it will listen on.
             on_used: Called with an account and the number of tokens that it has used.
+            environment: Variables that it has besides those of this process.
         """
         # Same sys.path as here, without the working directory.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", code, str(socket),
             stdin=PIPE, stdout=PIPE,
+            env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C is for the router, which ends its children in order.
         )  # fmt: skip
         started = cls(process, socket, on_used)
         assert process.stdin is not None
         process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
         return started
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """See `ServingProcess`."""
+        return (self._replica,)
+
+    async def choose(self, request: RoutedRequest) -> Replica:
+        """See `ServingProcess`."""
+        return self._replica
+
+    def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
+        """See `ServingProcess`."""
+        for text in texts.values():
+            yield from text_string_to_metric_families(text)
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""

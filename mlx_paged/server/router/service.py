@@ -16,7 +16,8 @@ from mlx_paged.server.errors import ApiError
 from mlx_paged.server.router.app import create_router
 from mlx_paged.server.router.context import RouterContext
 from mlx_paged.server.router.pool import ModelPool
-from mlx_paged.server.router.process import ModelProcess
+from mlx_paged.server.router.process import REPLICA, ModelProcess, ServingProcess
+from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,16 @@ class RouterService:
         await asyncio.Event().wait()
         return None
 
-    async def _start(self, entry: str, spec: ModelSpec) -> ModelProcess:
+    async def _start(self, entry: str, spec: ModelSpec) -> ServingProcess:
+        start = partial(self._start_one, entry, spec)
+        return await start(0) if spec.num_replicas == 1 else ReplicaSet(spec, start)
+
+    async def _start_one(self, entry: str, spec: ModelSpec, number: int) -> ModelProcess:
+        """Starts the process of a model's replica with a number."""
         socket = self._folder / f"{next(self._numbers)}.sock"
-        return await ModelProcess.start(entry, spec, socket, self._context.ledger.charge)
+        environment = dict(spec.environments[number])
+        if spec.num_replicas > 1:
+            environment[REPLICA] = str(number)
+        return await ModelProcess.start(
+            entry, spec, socket, self._context.ledger.charge, environment
+        )

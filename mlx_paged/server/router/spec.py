@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_paged.errors import InvalidParameterError
@@ -27,6 +28,8 @@ class ModelSpec:
         adapters: Names of the adapters of its options.
         max_num_seqs: Maximum sequences that it runs at once.
         launch: Options for its process, as bytes that `ModelProcess` passes on.
+        environments: Environment variables of each of its processes; more than one: replicas.
+        has_own_devices: True if each replica has a device, whose memory the others do not use.
     """
 
     name: str
@@ -39,6 +42,18 @@ class ModelSpec:
     adapters: tuple[str, ...] = ()
     max_num_seqs: int = 256
     launch: bytes = b""
+    environments: tuple[Mapping[str, str], ...] = ({},)
+    has_own_devices: bool = False
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of processes that serve it."""
+        return len(self.environments)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of processes that share the memory of one device."""
+        return 1 if self.has_own_devices else self.num_replicas
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from mlx_paged.server.responses_api.websocket import MAX_WAITING, PATH
 from mlx_paged.server.router.context import RouterContext
 from mlx_paged.server.router.forward import keep_alive_of, marks_of, routed_of
 from mlx_paged.server.router.pool import Lease
+from mlx_paged.server.router.routing import RoutedRequest
 from mlx_paged.server.websocket import IDLE_SINCE
 
 _GOING_AWAY, _FAILED = 1001, 1011
@@ -162,7 +163,7 @@ class _Tunnel:
         routed = routed_of(message.encode())
         self._admit()
         self._lease = self._context.pool.lease(routed.model, keep_alive_of(routed.keep_alive))
-        path = await self._lease.ready()
+        path = await self._lease.place(RoutedRequest(self._socket.headers, message.encode()))
         headers = [header for header in self._socket.headers.raw if header[0] in _CARRIED]
         headers += marks_of(self._socket.scope)
         try:

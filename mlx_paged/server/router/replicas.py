@@ -1,0 +1,221 @@
+"""ReplicaSet: several processes that serve one model, each started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from urllib.parse import quote
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mlx_paged.server.errors import RETRY_AFTER, unavailable
+from mlx_paged.server.router.link import BACKGROUND
+from mlx_paged.server.router.metrics import ReplicaMetrics
+from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
+from mlx_paged.server.router.routing import Placement, Reason, Replica, RoutedRequest
+from mlx_paged.server.router.spec import ModelSpec
+from mlx_paged.server.router.transport import Upstream, UpstreamError
+
+logger = logging.getLogger(__name__)
+
+#: Starts the process of the replica with a number.
+Start = Callable[[int], Awaitable[ServingProcess]]
+
+# Seconds until a replica that has ended is started again. They double each time, up to the second
+# number, and begin anew when it has run for the third.
+_FIRST_DELAY, _MAX_DELAY, _STABLE = 1.0, 60.0, 60.0
+# Seconds for a replica to say whether it has a stored response.
+_TO_ASK = 10.0
+
+
+class _Place:
+    """One of the replicas, from process to process.
+
+    Attributes:
+        process: The last one that was started; None before the first.
+        replica: The running one; None while there is none that has loaded the model.
+        loaded: Set when the first process has loaded the model, or could not.
+        num_restarts: Times that it has been started again.
+        next_start: `time.monotonic` of the next start, while it waits for that.
+        failure: How the last process ended.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: ServingProcess | None = None
+        self.replica: Replica | None = None
+        self.loaded: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
+        self.num_restarts = 0
+        self.next_start: float | None = None
+        self.failure = ""
+
+
+class ReplicaSet:
+    """See `ServingProcess`. It is loaded when all replicas are, and lives until it is stopped.
+
+    While a replica is down, its requests have failed, and new ones go to the others.
+
+    Args:
+        spec: The model.
+        start: Called for each replica, and again when that has ended.
+    """
+
+    def __init__(self, spec: ModelSpec, start: Start) -> None:
+        self._spec = spec
+        self._start = start
+        self._placement = Placement()
+        self._metrics = ReplicaMetrics()
+        self._places = [_Place(number) for number in range(spec.num_replicas)]
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._keeping = [asyncio.create_task(self._keep(place)) for place in self._places]
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """See `ServingProcess`."""
+        return [place.replica for place in self._places if place.replica is not None]
+
+    async def choose(self, request: RoutedRequest) -> Replica:
+        """See `ServingProcess`."""
+        owner = await self._owner(request.previous_response_id)
+        replicas = self.replicas
+        if not replicas:
+            failures = {place.failure for place in self._places if place.failure}
+            starts = [p.next_start for p in self._places if p.next_start is not None]
+            wait = max(0.0, min(starts, default=0.0) - time.monotonic())
+            raise unavailable(
+                f"no replica of the model {self._spec.name!r} runs now ({'; '.join(failures)})",
+                "model_failed",
+                RETRY_AFTER + wait,
+            )
+        return self._placement.choose(replicas, request, owner if owner in replicas else None)
+
+    async def _owner(self, response_id: str | None) -> Replica | None:
+        """Returns the replica that has a stored response; None: none has it."""
+        if response_id is None:
+            return None
+        replicas = self.replicas
+        answers = await asyncio.gather(*(_has(replica, response_id) for replica in replicas))
+        return next((r for r, has in zip(replicas, answers, strict=True) if has), None)
+
+    def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
+        """See `ServingProcess`. Adds those of the replicas as such."""
+        for replica in self.replicas:
+            if replica in texts:
+                self._metrics.update(replica, texts[replica])
+        return (*self._metrics.families(), *self._own_metrics())
+
+    def _own_metrics(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("mlx_paged:replica_up", "1: it takes requests.", labels=["replica"])
+        load = GaugeMetricFamily(
+            "mlx_paged:replica_requests", "Requests in flight on a replica.", labels=["replica"]
+        )
+        restarts = CounterMetricFamily(
+            "mlx_paged:replica_restarts", "Times that a replica was restarted.", labels=["replica"]
+        )
+        placed = CounterMetricFamily(
+            "mlx_paged:replica_placements", "Requests, by the rule that chose their replica.",
+            labels=["reason"],
+        )  # fmt: skip
+        for place in self._places:
+            labels, replica = [str(place.number)], place.replica
+            up.add_metric(labels, replica is not None)
+            load.add_metric(labels, 0 if replica is None else replica.num_requests)
+            restarts.add_metric(labels, place.num_restarts)
+        for reason in Reason:
+            placed.add_metric([reason.value], self._placement.counts[reason])
+        return up, load, restarts, placed
+
+    async def loaded(self) -> LoadedModel:
+        """See `ServingProcess`."""
+        waiting = [place.loaded for place in self._places]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+        for place in self._places:
+            if place.loaded.done() and place.loaded.exception() is not None:
+                raise ProcessFailedError(f"replica {place.number}: {place.failure}")
+        reports = [loaded.result() for loaded in waiting]
+        sizes = [report.memory for report in reports]
+        memory = max(sizes) if self._spec.has_own_devices else sum(sizes)
+        return replace(reports[0], memory=memory)
+
+    async def ended(self) -> str:
+        """See `ServingProcess`. Only `stop` ends it."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, drain_timeout: float) -> None:
+        """See `ServingProcess`."""
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        running = [place.process for place in self._places if place.process is not None]
+        await asyncio.gather(*(process.stop(drain_timeout) for process in running))
+        if not self._ended.done():
+            self._ended.set_result("it was stopped")
+
+    def kill(self) -> None:
+        """See `ServingProcess`."""
+        for place in self._places:
+            if place.process is not None:
+                place.process.kill()
+
+    async def _keep(self, place: _Place) -> None:
+        """Runs a replica, and starts it again whenever it has ended."""
+        delay = _FIRST_DELAY
+        while True:
+            began = time.monotonic()
+            await self._run(place)
+            if not place.loaded.done():
+                place.loaded.set_exception(ProcessFailedError(place.failure))
+            if place.loaded.exception() is not None:
+                return  # A model that cannot be loaded in the beginning is wrong.
+            if time.monotonic() - began >= _STABLE:
+                delay = _FIRST_DELAY
+            logger.error(
+                "replica %d of the model %s failed: %s; it is started again in %g s",
+                place.number, self._spec.name, place.failure, delay,
+            )  # fmt: skip
+            place.next_start = time.monotonic() + delay
+            await asyncio.sleep(delay)
+            place.next_start = None
+            place.num_restarts += 1
+            delay = min(2 * delay, _MAX_DELAY)
+
+    async def _run(self, place: _Place) -> None:
+        """Runs one process of a replica until it has ended."""
+        try:
+            process = place.process = await self._start(place.number)
+            report = await process.loaded()
+        except (ProcessFailedError, OSError) as failure:
+            place.failure = f"it could not be loaded: {failure}"
+        else:
+            [running] = process.replicas
+            place.replica = running
+            running.number = place.number
+            if not place.loaded.done():
+                place.loaded.set_result(report)
+            else:
+                logger.info("replica %d of the model %s is back", place.number, self._spec.name)
+            place.failure = f"its process has ended ({await process.ended()})"
+            place.replica = None
+            self._metrics.end(running)
+        if place.process is not None:
+            await place.process.stop(0.0)  # Removes what a dead process has left.
+
+
+async def _has(replica: Replica, response_id: str) -> bool:
+    """Asks a replica whether it has a stored response."""
+    target = f"/v1/responses/{quote(response_id, safe='')}/input_items?limit=1"
+    headers = [(b"host", b"localhost"), (BACKGROUND, b"1")]  # not logged
+    upstream = None
+    with suppress(TimeoutError, UpstreamError):
+        try:
+            async with asyncio.timeout(_TO_ASK):
+                upstream = await Upstream.send(replica.socket, "GET", target, headers, b"")
+                return upstream.status == 200
+        finally:
+            if upstream is not None:
+                upstream.close()
+    return False
