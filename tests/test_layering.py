@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "gguf": ("extension",),
     "core": (),
     "offload": (),
+    "transfer": ("offload",),
     "calibration": (
         *("child_jobs", "wheels", "extension", "kernels", "executables", "ops", "plain_ops"),
         *("platform", "model", "reference"),
@@ -75,6 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "offload",
         "parsing",
         "templates",
+        "transfer",
         "model",
         "platform",
         "ops",
@@ -135,6 +137,7 @@ STANDARD_LIBRARY_ONLY = (
     "import_hooks",
     "core",
     "offload",
+    "transfer",
     "wheels",
 )
 # Exceptions: OpenBLAS's wheel returns the path of its library.

@@ -193,6 +193,7 @@ class Admission:
                 request.adapter,
                 num_cached=num_cached,
                 num_refused=num_refused,
+                transfer_failure=request.transfer_failure,
                 block_size=self._kv.block_size,
             )
 

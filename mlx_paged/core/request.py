@@ -160,6 +160,8 @@ class Request:
     num_unfinished: int = field(default=0, init=False)  # sequences
     # Why it was not in the prefix cache, once admitted; None if it was, or nothing tells.
     cache_miss: CacheMiss | None = field(default=None, init=False, repr=False)
+    # Why the blocks that another engine was asked for did not come; None if they did.
+    transfer_failure: str | None = field(default=None, init=False, repr=False)
     # The sequence that its siblings fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 

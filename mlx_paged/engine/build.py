@@ -29,6 +29,7 @@ from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.pressure import MemoryPressure
 from mlx_paged.engine.ranks.lead import LeadRunner, Ranks
 from mlx_paged.engine.relief import Relief
+from mlx_paged.engine.roles.ends import ends_of
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
@@ -522,31 +523,60 @@ def _offloading(
 
     Raises:
         InvalidParameterError: Blocks of this model cannot be restored on this device, or the folder
-            cannot be used.
+            or the address of a role cannot be used.
     """
     folder = config.kv_offload_dir
-    if not (config.kv_offloading_size or folder) or not config.enable_prefix_caching:
+    if not (config.kv_offloading_size or folder or config.role) or not config.enable_prefix_caching:
         return None
+    if config.role is not None and config.runner != "generate":
+        expected = f"None for the runner {config.runner!r}, which generates nothing"
+        raise InvalidParameterError("role", expected, config.role)
     others = [spec for spec in paged.layout.group_specs if spec not in kv_config.windows]
     groups = [others, *([window] for window in kv_config.windows)]
     has_own_memory = paged.platform.has_cuda
     try:
         blocks = (StagedBlockBytes if has_own_memory else SharedBlockBytes)(paged, groups, head)
     except NoAccessError as error:
-        name = "kv_offloading_size" if config.kv_offloading_size else "kv_offload_dir"
+        names = ("kv_offloading_size", "kv_offload_dir", "role")
+        name = next(name for name in names if getattr(config, name))
         expected = f"None ({error})"
         raise InvalidParameterError(name, expected, getattr(config, name)) from error
     capacity, block_size = config.kv_offloading_bytes, config.block_size
-    if folder is None:
+    if folder is None and config.role is None:
         return Offloading(blocks, capacity, block_size)
     identity, about = identity_of(paged, model, config, max_model_len, head)
+    receiver, server = ends_of(config)
+    store = None if folder is None else _store(folder, config, identity, about, blocks.num_bytes)
+    return Offloading(
+        blocks,
+        capacity,
+        block_size,
+        store,
+        identity,
+        receiver=receiver,
+        min_prefill_tokens=config.prefill_min_tokens,
+        server=server,
+    )
+
+
+def _store(
+    folder: str | Path,
+    config: EngineConfig,
+    identity: bytes,
+    about: Mapping[str, Any],
+    block_bytes: list[int],
+) -> BlockStore:
+    """Opens the blocks on disk.
+
+    Raises:
+        InvalidParameterError: The folder cannot be used.
+    """
     try:
         shared = OffloadFolder(Path(folder).expanduser(), config.kv_offload_bytes)
-        store = BlockStore(shared, identity, about, blocks.num_bytes)
+        return BlockStore(shared, identity, about, block_bytes)
     except OSError as error:
         expected = f"a folder that can be written ({error.strerror or error})"
         raise InvalidParameterError("kv_offload_dir", expected, str(folder)) from error
-    return Offloading(blocks, capacity, block_size, store, identity)
 
 
 # --- Media ----------------------------------------------------------------------------------------

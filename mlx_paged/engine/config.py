@@ -31,6 +31,8 @@ _MAX_SECONDS = 3600
 _MAX_LORA_RANK = 512
 _MAX_OFFLOADING = 1 << 20  # GiB
 _MAX_RANKS = 1024
+_MAX_PORT = 65535
+ROLES = ("prefill", "decode")
 DEFAULT_STEP_TOKENS = 2048
 _SMOOTH_STEP_MS = 50
 CALIBRATE = ("auto", "off", "force")
@@ -96,6 +98,12 @@ class EngineConfig:
             too; see docs/kv-offloading.md. Prompts can be reconstructed from its files. Several
             processes and models may share it. None: no disk.
         kv_offload_gib: GiB of all files in that folder.
+        role: "prefill" computes prompts for other engines, too; "decode" has one of these compute
+            long prompts, see docs/disaggregation.md. None: all is done here.
+        prefill_address: HOST:PORT where the engine that prefills listens, and where one that
+            decodes finds it. Keys and values travel as they are: use a trusted network.
+        prefill_secret_file: File of at least 16 bytes that both engines have.
+        prefill_min_tokens: Prompts with fewer tokens that are not cached are computed here.
         disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
             sequence, even after a layer's window has moved on (vLLM's name). For comparisons.
         enable_chunked_prefill: Cut prompts that do not fit into a step. If False,
@@ -169,6 +177,10 @@ class EngineConfig:
     kv_offloading_size: float | None = None
     kv_offload_dir: str | Path | None = None
     kv_offload_gib: float = 32.0
+    role: str | None = None
+    prefill_address: str | None = None
+    prefill_secret_file: str | Path | None = None
+    prefill_min_tokens: int = 1024
     disable_hybrid_kv_cache_manager: bool = False
     enable_chunked_prefill: bool = True
     async_scheduling: bool = True
@@ -211,6 +223,7 @@ class EngineConfig:
             ("max_num_batched_tokens", 1),
             ("long_prefill_token_threshold", 0),
             ("max_num_waiting", 1),
+            ("prefill_min_tokens", 1),
             ("structured_outputs_cache_size", 0),
             ("max_num_encoder_tokens", 1),
             ("mm_encoder_cache_bytes", 1),
@@ -264,6 +277,7 @@ class EngineConfig:
         ):
             raise InvalidParameterError("watermark", "a number in [0, 1)", self.watermark)
         self._check_offloading()
+        self._check_role()
         self._check_step_time()
         timeout = self.structured_outputs_timeout
         is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
@@ -332,6 +346,34 @@ class EngineConfig:
                 expected = "None where enable_prefix_caching is False"
                 raise InvalidParameterError(name, expected, getattr(self, name))
 
+    def _check_role(self) -> None:
+        if self.role not in (None, *ROLES):
+            expected = f"None, {' or '.join(map(repr, ROLES))}"
+            raise InvalidParameterError("role", expected, self.role)
+        for name, expected in (
+            ("prefill_address", "HOST:PORT"),
+            ("prefill_secret_file", "a file that both engines have"),
+        ):
+            value = getattr(self, name)
+            if self.role is None and value is not None:
+                raise InvalidParameterError(name, "None without a role", value)
+            if self.role is not None and (not isinstance(value, (str, Path)) or not str(value)):
+                raise InvalidParameterError(name, f"{expected}, for a role", value)
+        if self.role is not None:
+            _ = self.prefill_host_and_port
+            if not self.enable_prefix_caching:
+                expected = "None where enable_prefix_caching is False"
+                raise InvalidParameterError("role", expected, self.role)
+
+    @property
+    def prefill_host_and_port(self) -> tuple[str, int]:
+        """Host and port of `prefill_address`; only with a role."""
+        host, _, port = str(self.prefill_address).rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > _MAX_PORT:
+            raise InvalidParameterError("prefill_address", "HOST:PORT", self.prefill_address)
+        return host, int(port)
+
     @property
     def kv_offloading_bytes(self) -> int:
         """Bytes of host memory for evicted blocks; 0 drops them."""
@@ -389,6 +431,7 @@ class EngineConfig:
             ("runner", self.runner == "pooling"),
             ("kv_offloading_size", self.kv_offloading_size is not None),
             ("kv_offload_dir", self.kv_offload_dir is not None),
+            ("role", self.role is not None),
             ("speculative_config", method in HEADS),
         ):
             if is_refused:

@@ -30,6 +30,7 @@ from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.pressure import POLL_SECONDS
 from mlx_paged.engine.ranks.lead import CHECK_SECONDS, Ranks, RanksExecutor
 from mlx_paged.engine.recovery import Recovery
+from mlx_paged.engine.roles.prefill import Prefilling
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.stats import EngineStats, LoraStats, sum_counters, sum_encoder_stats
@@ -116,6 +117,9 @@ class Engine:
         self._cache_limit = parts.cache_limit
         self._num_steps = 0
         self._pending_aborts: deque[str] = deque()  # requests aborted during a call
+        self._prefilling = None if self._offloading is None else self._offloading.prefilling
+        if self._prefilling is not None:
+            self._prefilling.start(self.intake, self.max_request_len)
 
     @property
     def info(self) -> EngineInfo:
@@ -175,17 +179,36 @@ class Engine:
                     memory.limit_run_ahead(self._runner.model.platform)
                 self._follow_pressure()
                 self._relief.check_admission()
-                self._recovery.is_whole = False
-                try:
-                    self._scheduler.add(state.request)
-                except MlxPagedError:  # It was refused, and nothing has changed.
-                    self._recovery.is_whole = True
-                    raise
-                self.intake.attach(state, checked)
-                # From here on the request is in.
-                self._output_processor.request_states[checked.request_id] = state
-                self._recovery.is_whole = True
+                self._add(state, checked)
         return state.output
+
+    def _add(self, state: RequestState, checked: CheckedRequest) -> None:
+        self._recovery.is_whole = False
+        try:
+            self._scheduler.add(state.request)
+        except MlxPagedError:  # It was refused, and nothing has changed.
+            self._recovery.is_whole = True
+            raise
+        self.intake.attach(state, checked)
+        # From here on the request is in.
+        self._output_processor.request_states[checked.request_id] = state
+        if self._offloading is not None:
+            self._offloading.on_added(state.request)
+        self._recovery.is_whole = True
+
+    def _take_prompts(self, prefilling: Prefilling) -> None:
+        """Adds the prompts of decode engines, and ends those that nobody waits for."""
+        for request_id in prefilling.take_gone():
+            self._abort(request_id)
+        while (new := prefilling.take_new()) is not None:
+            try:
+                self._relief.check_admission()
+                state = self.intake.state_of(new.checked)
+                self._add(state, new.checked)
+            except MlxPagedError as error:
+                new.outgoing.end(str(error))
+            else:
+                prefilling.add(new.outgoing, state.request)
 
     def request_state(self, request_id: str) -> RequestState | None:
         """Returns the engine's state of an unfinished request."""
@@ -270,6 +293,11 @@ class Engine:
         if self._ranks is not None:
             self._ranks.group.on_stuck = call
 
+    def when_woken(self, call: Callable[[], object]) -> None:
+        """Has `call` called, on any thread, when another engine gives this one something to do."""
+        if self._prefilling is not None:
+            self._prefilling.wakes = call
+
     @property
     def pressure_interval(self) -> float | None:
         """Seconds after which an idle engine wants `follow_pressure`; None: it need not be
@@ -300,6 +328,8 @@ class Engine:
 
     @property
     def _has_work(self) -> bool:
+        if self._prefilling is not None and self._prefilling.has_new:
+            return True
         return self._scheduler.has_unfinished or self._in_flight is not None
 
     @property
@@ -351,6 +381,8 @@ class Engine:
         while self._pending_aborts:
             self._abort(self._pending_aborts[0])
             self._pending_aborts.popleft()
+        if self._prefilling is not None and self._prefilling.has_new:
+            self._take_prompts(self._prefilling)
 
     def _recover(self) -> bool:
         recovery = self._recovery

@@ -119,6 +119,11 @@ class EngineThread:
         """A way from this thread to a reader on `loop`."""
         return Channel(loop, num_sequences, self._sleepers)
 
+    def _notify(self) -> None:
+        """Has the engine asked again whether it has something to do."""
+        with self._lock:
+            self._changed.notify()
+
     # On the engine's thread.
 
     def _run(self) -> None:
@@ -127,6 +132,7 @@ class EngineThread:
         try:
             self.engine = self._make_engine()
             self.engine.when_stuck(self._fail_all)  # This thread runs no Python then.
+            self.engine.when_woken(self._notify)
             # The model, its tokenizer and all modules live until the end: the collector need not
             # walk them repeatedly. That cost some steps of 256 sequences 40 ms.
             gc.collect()

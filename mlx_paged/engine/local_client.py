@@ -23,7 +23,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.guard import check_process
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
 from mlx_paged.engine.ranks.start import make_engine
-from mlx_paged.errors import ForkedProcessError, MlxPagedError
+from mlx_paged.errors import ForkedProcessError, InvalidParameterError, MlxPagedError
 from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
 
@@ -62,6 +62,9 @@ class LocalClient:
         """Loads a model and makes its engine; see `LLM`."""
         check_process()
         config = EngineConfig(**options)
+        if config.role == "prefill":
+            expected = "None or 'decode' (only a server's engine runs by itself)"
+            raise InvalidParameterError("role", expected, config.role)
         return cls(make_engine(model, config, dtype=dtype, on_kernel=on_kernel))
 
     def batch(self, *, streams: bool = False) -> Batch:

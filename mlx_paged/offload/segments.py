@@ -35,6 +35,8 @@ FULL_BYTES = 32 << 20
 _PREAMBLE = struct.Struct("<8sII")
 _MODEL = struct.Struct("<16sI")
 _RECORD = struct.Struct("<16sHxxIIQ")
+#: Bytes of a packed record.
+RECORD_BYTES = _RECORD.size
 _MAX_HEADER_BYTES = 16 << 20
 
 
@@ -43,13 +45,22 @@ class SegmentError(ValueError):
 
 
 class Record(NamedTuple):
-    """The place of a block in a segment."""
+    """The place of a block in a segment, or in a stream of blocks."""
 
     digest: bytes
     group: int
     length: int  # bytes
     crc: int
     offset: int
+
+    def pack(self) -> bytes:
+        """Returns its bytes, see the module."""
+        return _RECORD.pack(*self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record:
+        """Reads `RECORD_BYTES` bytes."""
+        return cls(*_RECORD.unpack(data))
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ def layout(model: bytes, about: Mapping[str, Any], blocks: Sequence[Block]) -> t
         data = block.data
         records.append(Record(block.digest, block.group, data.nbytes, zlib.crc32(data), offset))
         offset += data.nbytes
-    header = _MODEL.pack(model, len(text)) + text + b"".join(_RECORD.pack(*r) for r in records)
+    header = _MODEL.pack(model, len(text)) + text + b"".join(record.pack() for record in records)
     begin = _PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header)) + header
     return begin + bytes(-len(begin) % PAGE), Header(model, about, records)
 

@@ -281,6 +281,7 @@ class _EngineCollector(Collector):
             gauge.add_metric(self._values, value)
             families.append(gauge)
         more = (*_draft_counts(stats.spec_decoding), *_offload_counts(stats))
+        more += _transfer_counts(stats)
         for name, text, value in (*counts, *more):
             count = CounterMetricFamily(name, text, labels=_LABELS)
             count.add_metric(self._values, value)
@@ -365,6 +366,21 @@ def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
          stats.offloading.num_read_bytes),
         ("mlx_paged:kv_offload_damaged_blocks", "Blocks on disk that could not be read.",
          stats.offloading.num_damaged_blocks),
+    )  # fmt: skip
+
+
+def _transfer_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
+    """(name, help, value) of the counters of prompts computed for other engines, or by one."""
+    transfers = None if stats.offloading is None else stats.offloading.transfers
+    if transfers is None:
+        return ()
+    return (
+        ("mlx_paged:kv_transfer_prompts", "Prompts computed for another server, or by one.",
+         transfers.num_prompts),
+        ("mlx_paged:kv_transfer_failed_prompts", "Those whose blocks did not all travel.",
+         transfers.num_failed_prompts),
+        ("mlx_paged:kv_transfer_blocks", "Blocks sent or received.", transfers.num_blocks),
+        ("mlx_paged:kv_transfer_bytes", "Bytes of these blocks.", transfers.num_bytes),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def learn(llm: LLM, level: Level, ratio: float) -> None:
         offloading.rates.note_restored(level, num_bytes, ratio * num_bytes / block_bytes)
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.MEMORY, Level.DISK])
 def test_blocks_that_are_computed_faster_stay_where_they_are(level: Level, tmp_path: Path) -> None:
     is_memory = level is Level.MEMORY
     options: dict[str, Any] = {"kv_offloading_size": 0.1} if is_memory else {"folder": tmp_path}
@@ -78,7 +78,7 @@ def test_the_reason_is_told() -> None:
     assert str(miss).startswith("computed_faster: shares the first 200 of 200 tokens")
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.MEMORY, Level.DISK])
 def test_an_idle_engine_measures_what_comes_back(
     level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

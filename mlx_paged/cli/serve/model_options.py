@@ -212,6 +212,31 @@ class ModelOptions:
         None
     )
     kv_offload_gib: Annotated[float, option(_CACHE, OFFLOAD_GIB_HELP)] = 32.0
+    role: Annotated[
+        Literal["prefill", "decode"] | None,
+        option(
+            _CACHE,
+            "prefill: compute prompts for other servers, too; decode: have that server compute "
+            "long prompts. docs/disaggregation.md",
+            show_default="both here",
+        ),
+    ] = None
+    prefill_address: Annotated[
+        str | None,
+        option(
+            _CACHE,
+            "HOST:PORT where --role prefill listens for --role decode. Blocks are not encrypted.",
+            show_default="none",
+        ),
+    ] = None
+    prefill_secret_file: Annotated[
+        str | None,
+        option(_CACHE, "File of at least 16 bytes that both servers have.", show_default="none"),
+    ] = None
+    prefill_min_tokens: Annotated[
+        int,
+        option(_CACHE, "Prompts with fewer tokens that are not cached are computed here.", min=1),
+    ] = 1024
     enable_prefix_caching: Annotated[
         bool,
         option(

@@ -28,6 +28,7 @@ class MissReason(StrEnum):
     ADAPTER = "adapter"  # seen with another adapter
     MEDIA = "media"  # the first difference is in a picture, a video or a sound
     FORMAT = "format"  # kept on disk only in another format of the cache
+    TRANSFER = "transfer"  # the prefill engine was asked for it, and failed
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class CacheMiss:
         num_shared_tokens: Leading tokens that it shares with the closest earlier prompt and answer.
         given: Its next tokens; ids of media are process-local.
         earlier: The next tokens of the earlier one; empty if it ends there.
+        detail: How a transfer failed.
     """
 
     reason: MissReason
@@ -47,6 +49,7 @@ class CacheMiss:
     num_shared_tokens: int
     given: tuple[int, ...]
     earlier: tuple[int, ...]
+    detail: str = ""
 
     def for_client(self) -> CacheMiss:
         """The same without what other prompts hold, for the sender of this one.
@@ -60,6 +63,8 @@ class CacheMiss:
         return replace(self, earlier=())
 
     def __str__(self) -> str:
+        if self.detail:
+            return f"{self.reason}: {self.detail}; {self.num_cached_tokens:,} came from the cache"
         if not self.num_shared_tokens:
             return f"{self.reason}: {self.num_prompt_tokens:,} tokens, unlike any prompt before"
         text = (
@@ -101,6 +106,7 @@ class PromptHistory:
         *,
         num_cached: int,
         num_refused: int = 0,
+        transfer_failure: str | None = None,
         block_size: int,
     ) -> CacheMiss | None:
         """Remembers a prompt that is admitted; returns why it was not cached, if it was not.
@@ -109,13 +115,16 @@ class PromptHistory:
             prompt: The live tokens of its sequence, with ids of media.
             num_cached: Its leading tokens that came from the cache.
             num_refused: Tokens after these that are stored, but computed because that is faster.
+            transfer_failure: Why the blocks of another engine did not come, if it was asked.
             block_size: Tokens of a block. Less is no miss.
         """
         found = None
         # All full blocks before the last token could have been cached.
         if (len(prompt) - 1) // block_size * block_size > num_cached:
             found = self._explain(prompt, salt, adapter, num_cached, block_size)
-            if num_refused:
+            if transfer_failure is not None:
+                found = replace(found, reason=MissReason.TRANSFER, detail=transfer_failure)
+            elif num_refused:
                 found = replace(found, reason=MissReason.COMPUTED_FASTER)
             self.counts[found.reason] += 1
         self._seen.append(_Seen(prompt, salt, adapter))

@@ -38,6 +38,7 @@ class Level(StrEnum):
 
     MEMORY = "memory"
     DISK = "disk"
+    REMOTE = "remote"  # computed by another engine
 
 
 class Rate:

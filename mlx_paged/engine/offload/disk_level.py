@@ -9,10 +9,9 @@ from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery
 from mlx_paged.core.kv.keeping import Keeper
 from mlx_paged.core.kv.stored import LookUp
 from mlx_paged.core.kv.tier import TierOwner
-from mlx_paged.core.kv.tree import TOKEN_BYTES
 from mlx_paged.engine.offload.buffers import Buffers
+from mlx_paged.engine.offload.names import PrefixNames
 from mlx_paged.model.block_bytes import Bytes
-from mlx_paged.offload.digests import next_digest, root_digest
 from mlx_paged.offload.store import BlockStore
 
 #: Copies the content of (node, group) to a buffer, and calls back once it is there; returns False
@@ -29,7 +28,7 @@ class DiskLevel:
     """The disk of one KV manager.
 
     Args:
-        identity: Digest of the model and its cache.
+        names: Names the blocks.
         block_bytes: Bytes of a block of each group.
         copy_out: Copies a block from the device or from host memory.
         buffers: For the blocks that are written.
@@ -38,7 +37,7 @@ class DiskLevel:
     def __init__(
         self,
         store: BlockStore,
-        identity: bytes,
+        names: PrefixNames,
         block_bytes: list[int],
         block_size: int,
         owner: TierOwner,
@@ -46,14 +45,11 @@ class DiskLevel:
         buffers: Buffers,
     ) -> None:
         self._store = store
-        self._identity = identity
+        self._names = names
         self._block_bytes = block_bytes
-        self._key_bytes = block_size * TOKEN_BYTES
-        self._owner = owner
         self._copy_out = copy_out
         self._buffers = buffers
         self._keeper = Keeper(owner.groups, block_bytes, block_size, self._is_kept)
-        self._roots: dict[str | None, bytes] = {}
         # Blocks that wait to be written, oldest first.
         self._pending: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()
         # Digest and group of blocks that are being copied.
@@ -68,30 +64,10 @@ class DiskLevel:
             return None
 
         def key(group: int, index: int) -> int:
-            digest = self._digest(query, index)
+            digest = self._names.of_query(query, index)
             return 0 if digest is None else self._store.key(digest, group)
 
         return key
-
-    def _digest(self, query: PrefixQuery, index: int) -> bytes | None:
-        """The digest after block `index` of a query; None if it is unknown."""
-        digests, size = query.digests, self._key_bytes
-        while len(digests) <= index:
-            before = digests[-1] if digests else self._root(query.salt)
-            begin = len(digests) * size
-            tokens = query.tokens[begin : begin + size]
-            digest = next_digest(before, tokens, self._owner.media_content)
-            if len(tokens) < size or digest is None:
-                return None
-            digests.append(digest)
-        return digests[index]
-
-    def _root(self, salt: str | None) -> bytes:
-        if salt not in self._roots:
-            if len(self._roots) > 1024:  # salts of many users
-                self._roots.clear()
-            self._roots[salt] = root_digest(self._identity, salt)
-        return self._roots[salt]
 
     # Writing.
 
@@ -111,25 +87,10 @@ class DiskLevel:
         tip = tables.tip
         if tip is None or self._store.is_paused:
             return
-        for pair in self._keeper.choose(tables, min(depth, self._name(tip))):
+        for pair in self._keeper.choose(tables, min(depth, self._names.name(tip))):
             self._pending[pair] = None
         while len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
-
-    def _name(self, tip: PrefixNode) -> int:
-        """Gives the nodes up to `tip` their digests; returns how many have one."""
-        unnamed, node = [], tip
-        while node.parent is not None and node.digest is None:
-            unnamed.append(node)
-            node = node.parent
-        digest = node.digest if node.parent is not None else self._root(tip.salt)
-        for each in reversed(unnamed):
-            assert digest is not None
-            digest = next_digest(digest, each.key, self._owner.media_content)
-            if digest is None:
-                return each.depth - 1
-            each.digest = digest
-        return tip.depth
 
     def _is_kept(self, node: PrefixNode, group: int) -> bool:
         return (node, group) in self._pending or self.has(node, group)

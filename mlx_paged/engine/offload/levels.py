@@ -1,4 +1,5 @@
-"""Levels: the tier of an engine: evicted blocks in host memory, and on disk what is worth it."""
+"""Levels: the tier of an engine: evicted blocks in host memory, on disk what is worth it, and what
+a prefill engine computes for this one."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ from mlx_paged.core import BlockTables, Level, MemoryTier, PrefixNode, PrefixQue
 from mlx_paged.core.kv.stored import LookUp, StoredPrefix
 from mlx_paged.core.kv.tier import TierOwner
 from mlx_paged.engine.offload.disk_level import DiskLevel
+from mlx_paged.engine.roles.decode import FIRST_KEY as FIRST_REMOTE_KEY
+from mlx_paged.engine.roles.decode import RemoteLevel
+from mlx_paged.engine.roles.prefill import Prefilling
 from mlx_paged.offload.store import FIRST_KEY, BlockStore
 
 
 def level_of(key: int) -> Level:
     """The level that a key belongs to."""
+    if key >= FIRST_REMOTE_KEY:
+        return Level.REMOTE
     return Level.MEMORY if key < FIRST_KEY else Level.DISK
 
 
@@ -18,7 +24,8 @@ class Levels:
     """Implements `core.kv.tier.Tier`.
 
     Content in host memory belongs to a node of the prefix tree. Content on disk belongs to none,
-    and outlives the tree: it is found by the digest of its prefix.
+    and outlives the tree: it is found by the digest of its prefix. So is content that another
+    engine computes.
 
     Args:
         memory: Drops everything if its capacity is 0.
@@ -27,6 +34,8 @@ class Levels:
 
     Attributes:
         disk: The disk's view of the KV manager, once it is attached.
+        remote: What a prefill engine computes; None without one.
+        prefilling: What this engine computes for others; None without the role.
     """
 
     def __init__(self, memory: MemoryTier, store: BlockStore | None, rates: RestoreRates) -> None:
@@ -35,11 +44,14 @@ class Levels:
         self._rates = rates
         self._owner: TierOwner | None = None
         self.disk: DiskLevel | None = None
+        self.remote: RemoteLevel | None = None
+        self.prefilling: Prefilling | None = None
 
     @property
     def is_empty(self) -> bool:
         """See `Tier`."""
-        return self.disk is None and self.memory.is_empty
+        has_remote = self.remote is not None and not self.remote.is_empty
+        return self.disk is None and self.memory.is_empty and not has_remote
 
     def attach(self, owner: TierOwner) -> None:
         """See `Tier`."""
@@ -48,7 +60,11 @@ class Levels:
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         """See `Tier`."""
-        return None if self.disk is None else self.disk.look_up(query)
+        on_disk = None if self.disk is None else self.disk.look_up(query)
+        remote = None if self.remote is None else self.remote.look_up(query)
+        if on_disk is None or remote is None:
+            return on_disk or remote
+        return lambda group, index: remote(group, index) or on_disk(group, index)
 
     def worth(self, stored: StoredPrefix, first: int) -> int:
         """See `Tier`."""
@@ -61,6 +77,8 @@ class Levels:
 
     def settle(self, tables: BlockTables, depth: int) -> None:
         """See `Tier`. Nothing is kept in a level that it would not come back from."""
+        if self.prefilling is not None:
+            self.prefilling.settle(tables, depth)
         if self._rates.pays(Level.MEMORY):
             self.memory.settle(tables, depth)
         if self.disk is not None and self._rates.pays(Level.DISK):
@@ -110,9 +128,12 @@ class Levels:
         """See `Tier`."""
         self._level(key).unpin(key)
 
-    def _level(self, key: int) -> MemoryTier | BlockStore:
+    def _level(self, key: int) -> MemoryTier | BlockStore | RemoteLevel:
         if key < FIRST_KEY:
             return self.memory
+        if key >= FIRST_REMOTE_KEY:
+            assert self.remote is not None
+            return self.remote
         assert self._store is not None
         return self._store
 

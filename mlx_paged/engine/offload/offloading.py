@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import finalize
 
-from mlx_paged.core import KVManager, MemoryTier, PrefixNode, RestoreRates, StepBatch
+from mlx_paged.core import KVManager, MemoryTier, PrefixNode, Request, RestoreRates, StepBatch
 from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.offload.disk_level import DiskLevel
 from mlx_paged.engine.offload.host_memory import HostMemory
 from mlx_paged.engine.offload.levels import Levels, level_of
+from mlx_paged.engine.offload.names import PrefixNames
 from mlx_paged.engine.offload.restorer import Restorer
+from mlx_paged.engine.roles.decode import RemoteLevel
+from mlx_paged.engine.roles.prefill import Prefilling
+from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.model.block_bytes import BlockBytes, Bytes
 from mlx_paged.offload.store import BlockStore
+from mlx_paged.transfer.receiver import Receiver
+from mlx_paged.transfer.server import PrefillServer
 
 # Bytes that come back between two steps while other sequences run, and the seconds that this takes.
 _STEP_BYTES, _STEP_SECONDS = 32 << 20, 0.002
@@ -60,6 +66,7 @@ class OffloadStats:
         num_written_bytes, num_read_bytes: Bytes written to and read from disk.
         num_damaged_blocks: Blocks that could not be read.
         disk_warnings: Faults of the disk, by kind.
+        transfers: Prompts computed for another engine, or by one; None without a role.
     """
 
     memory_bytes: int = 0
@@ -72,6 +79,7 @@ class OffloadStats:
     num_read_bytes: int = 0
     num_damaged_blocks: int = 0
     disk_warnings: Mapping[str, int] = field(default_factory=dict)
+    transfers: TransferStats | None = None
 
 
 class Offloading:
@@ -80,9 +88,13 @@ class Offloading:
     Args:
         capacity: Maximum bytes of host memory; 0 keeps nothing there.
         store: The blocks on disk; None without a disk.
-        identity: Digest of the model and its cache, for the disk.
+        identity: Digest of the model and its cache, for the disk and for other engines.
+        receiver: Asks the prefill engine of an engine that decodes.
+        min_prefill_tokens: It is not asked for prompts with fewer tokens to compute.
+        server: Takes the prompts of an engine that prefills.
 
     Attributes:
+        prefilling: Computes prompts for other engines; None without that role.
         rates: How fast blocks come back and prompts are computed. It outlives KV managers.
     """
 
@@ -93,6 +105,10 @@ class Offloading:
         block_size: int,
         store: BlockStore | None = None,
         identity: bytes = b"",
+        *,
+        receiver: Receiver | None = None,
+        min_prefill_tokens: int = 0,
+        server: PrefillServer | None = None,
     ) -> None:
         self._blocks = blocks
         self._capacity = capacity
@@ -106,6 +122,17 @@ class Offloading:
         self._memory = HostMemory(blocks, capacity)
         self._levels: Levels | None = None
         self._advanced_at = 0.0
+        self._receiver = receiver
+        self._min_prefill_tokens = min_prefill_tokens
+        self._received = TransferStats()
+        self.prefilling: Prefilling | None = None
+        if server is not None:
+            self.prefilling = Prefilling(
+                identity, server, blocks.num_bytes, block_size, self._copy_out, self._buffers
+            )
+            finalize(self, server.close)
+        if receiver is not None:
+            finalize(self, receiver.close)
         if store is not None:
             # Also at the interpreter's exit: what was copied is written.
             finalize(self, store.close)
@@ -117,6 +144,8 @@ class Offloading:
             self._blocks.abandon()
             if self._store is not None:
                 self._store.unpin_all()
+            if self._levels.remote is not None:
+                self._levels.remote.close()
         self._memory = HostMemory(self._blocks, self._capacity)
         sizes, size = self._blocks.num_bytes, self._block_size
         memory = MemoryTier(self._memory, sizes, self._capacity, size)
@@ -124,12 +153,28 @@ class Offloading:
         return self._levels
 
     def attach(self, kv: KVManager) -> None:
-        """Connects the disk to the KV manager that has the newest tier."""
+        """Connects the disk and other engines to the KV manager that has the newest tier."""
         assert self._levels is not None and kv.tier is self._levels
+        names = PrefixNames(self._identity, self._block_size, kv)
+        if self.prefilling is not None:
+            self.prefilling.attach(kv, names)
+            self._levels.prefilling = self.prefilling
+        if self._receiver is not None:
+            self._levels.remote = RemoteLevel(
+                self._identity,
+                kv,
+                names,
+                self._blocks.num_bytes,
+                self._min_prefill_tokens,
+                self._receiver,
+                self._buffers,
+                self._restorer.arrived.set,
+                self._received,
+            )
         if self._store is not None:
             self._levels.disk = DiskLevel(
                 self._store,
-                self._identity,
+                names,
                 self._blocks.num_bytes,
                 self._block_size,
                 kv,
@@ -162,6 +207,15 @@ class Offloading:
     def _disk(self) -> DiskLevel | None:
         return None if self._levels is None else self._levels.disk
 
+    @property
+    def _remote(self) -> RemoteLevel | None:
+        return None if self._levels is None else self._levels.remote
+
+    def on_added(self, request: Request) -> None:
+        """Told of each new request. Its prompt may be sent to the prefill engine."""
+        if self._remote is not None:
+            self._remote.begin(request)
+
     def advance(self, kv: KVManager, *, is_idle: bool) -> None:
         """Moves a bounded number of bytes. Call it between two steps.
 
@@ -173,6 +227,11 @@ class Offloading:
         self._advanced_at = now
         self._levels.memory.allowance = None if is_idle else _EVICT_STEP_BYTES
         self._blocks.collect(None if is_idle else kv.pool.evaluated_step)
+        most_copied = max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
+        if self._remote is not None:
+            self._remote.tidy()
+        if self.prefilling is not None:
+            most_copied -= self.prefilling.advance(most_copied)
         if kv.restorations:
             if is_idle:
                 most, seconds = _IDLE_BYTES, _IDLE_SECONDS
@@ -180,11 +239,11 @@ class Offloading:
                 # A device with memory of its own takes the bytes at once, and their time later.
                 most = int(min(_STEP_BYTES, self.rates.bytes_within(_STEP_SECONDS)))
                 seconds = _STEP_SECONDS
-            self._restorer.advance(kv, self._memory, max(1, most), seconds, is_idle=is_idle)
-        elif self._levels.has_pending:
-            self._levels.copy_ahead(
-                max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
+            self._restorer.advance(
+                kv, self._memory, self._remote, max(1, most), seconds, is_idle=is_idle
             )
+        elif self._levels.has_pending and most_copied > 0:
+            self._levels.copy_ahead(most_copied)
 
     def note_step(self, batch: StepBatch, seconds: float) -> None:
         """Learns from a step how fast prompts are computed.
@@ -213,12 +272,21 @@ class Offloading:
     @property
     def has_idle_work(self) -> bool:
         """True if `advance_idle` has something to do."""
+        if self.prefilling is not None and self.prefilling.can_copy:
+            return True
+        if self._remote is not None and not self._remote.is_tidy:
+            return True
         return self._levels is not None and self._levels.has_pending
 
     def advance_idle(self) -> None:
         """Copies blocks off the device, in an engine without work."""
         if self._levels is not None:
-            self._levels.copy_ahead(_COPY_IDLE_BYTES)
+            most = _COPY_IDLE_BYTES
+            if self._remote is not None:
+                self._remote.tidy()
+            if self.prefilling is not None:
+                most -= self.prefilling.advance(most)
+            self._levels.copy_ahead(max(0, most))
             self._blocks.collect()
 
     def drain(self) -> None:
@@ -237,7 +305,10 @@ class Offloading:
         return self._store is None or self._store.flush()
 
     def distrust(self) -> None:
-        """Deletes what this process has written to disk, because a step computed a NaN."""
+        """Deletes what this process has written to disk, because a step computed a NaN. Other
+        engines get no more of the prompts that are being computed."""
+        if self.prefilling is not None:
+            self.prefilling.end_all("a step computed a NaN")
         if self._disk is not None:
             self._disk.distrust()
 
@@ -269,4 +340,12 @@ class Offloading:
             num_read_bytes=0 if store is None else store.num_read_bytes,
             num_damaged_blocks=0 if store is None else store.num_damaged,
             disk_warnings={} if store is None else dict(store.warnings.counts),
+            transfers=self._transfers,
         )
+
+    @property
+    def _transfers(self) -> TransferStats | None:
+        """A snapshot of what was sent or received."""
+        if self.prefilling is not None:
+            return replace(self.prefilling.stats)
+        return None if self._receiver is None else replace(self._received)

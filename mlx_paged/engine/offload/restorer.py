@@ -1,4 +1,5 @@
-"""Restorer: brings blocks back between steps, from host memory at once, from disk ahead of time."""
+"""Restorer: brings blocks back between steps: from host memory at once, from disk ahead of time,
+and from a prefill engine as they come."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from mlx_paged.core import KVManager, Level, Restoration, RestoreRates
 from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.offload.host_memory import HostMemory
 from mlx_paged.engine.offload.levels import level_of
+from mlx_paged.engine.roles.decode import RemoteLevel
 from mlx_paged.model.block_bytes import BlockBytes, Bytes
 from mlx_paged.offload.store import BlockStore
 
@@ -52,6 +54,9 @@ class Restorer:
         store: The disk; None without one.
         buffers: For the blocks that are read from disk.
         rates: Learns how fast blocks come back.
+
+    Attributes:
+        arrived: Set when a block has arrived, from disk or from a prefill engine.
     """
 
     def __init__(
@@ -62,11 +67,18 @@ class Restorer:
         self._buffers = buffers
         self._rates = rates
         self._ahead: WeakKeyDictionary[Restoration, _Ahead] = WeakKeyDictionary()
-        self._arrived = threading.Event()
+        self.arrived = threading.Event()
         self._used: list[Bytes] = []  # buffers that are spare once the writes have begun
 
     def advance(
-        self, kv: KVManager, memory: HostMemory, most: int, seconds: float, *, is_idle: bool
+        self,
+        kv: KVManager,
+        memory: HostMemory,
+        remote: RemoteLevel | None,
+        most: int,
+        seconds: float,
+        *,
+        is_idle: bool,
     ) -> None:
         """Brings blocks back, of the oldest restorations first; at least one that is there.
 
@@ -76,12 +88,12 @@ class Restorer:
             is_idle: True if nothing else runs. Then it waits a little for the disk, and learns how
                 fast each level is.
         """
-        self._arrived.clear()
+        self.arrived.clear()
         began = perf_counter()
         until, moved = began + seconds, Counter[Level]()
         most_ahead = _MAX_AHEAD_BYTES if is_idle else _BUSY_AHEAD_BYTES
         for restoration in kv.restorations.values():
-            self._advance(restoration, memory, most, until, most_ahead, moved)
+            self._advance(restoration, memory, remote, most, until, most_ahead, moved)
             if moved.total() >= most or perf_counter() >= until:
                 break
         self._blocks.begin_writes()
@@ -89,27 +101,31 @@ class Restorer:
             self._buffers.give(self._used.pop())
         some_wait = any(not r.is_done and not r.has_failed for r in kv.restorations.values())
         if is_idle and not moved and some_wait:
-            self._arrived.wait(_WAIT_SECONDS)
+            self.arrived.wait(_WAIT_SECONDS)
         if is_idle:
             self._learn(kv, moved, perf_counter() - began)
 
     def _learn(self, kv: KVManager, moved: Counter[Level], seconds: float) -> None:
-        """Divides a time among the levels whose blocks came back, or were waited for."""
+        """Divides a time among the levels whose blocks came back, or were waited for. A prefill
+        engine computes meanwhile, so its time tells nothing."""
         num_bytes = moved.total()
         if num_bytes:
             for level, part in moved.items():
-                self._rates.note_restored(level, part, seconds * part / num_bytes)
+                if level is not Level.REMOTE:
+                    self._rates.note_restored(level, part, seconds * part / num_bytes)
             return
         for restoration in kv.restorations.values():
             if not restoration.is_done and not restoration.has_failed:
                 level = level_of(restoration.reads[restoration.num_done].key)
-                self._rates.note_restored(level, 0, seconds)
+                if level is not Level.REMOTE:
+                    self._rates.note_restored(level, 0, seconds)
                 return
 
     def _advance(
         self,
         restoration: Restoration,
         memory: HostMemory,
+        remote: RemoteLevel | None,
         most: int,
         until: float,
         most_ahead: int,
@@ -123,6 +139,14 @@ class Restorer:
                 if not memory.has(key):
                     break  # it was evicted a moment ago
                 data = memory[key]
+            elif level is Level.REMOTE:
+                assert remote is not None
+                came = remote.take(key)
+                if came is None:
+                    restoration.has_failed = remote.has_failed(key)
+                    break
+                self._used.append(came)
+                data = came
             else:
                 ahead = self._read_ahead(restoration, most_ahead)
                 if not ahead.reads:
@@ -163,10 +187,10 @@ class Restorer:
             if is_enough and num_ahead:
                 break
             ahead.next += 1
-            if level_of(key) is Level.MEMORY:
+            if level_of(key) is not Level.DISK:
                 continue
             data = self._buffers.take(size)
-            ahead.reads.append(_Read(data, store.read(key, data.data, self._arrived)))
+            ahead.reads.append(_Read(data, store.read(key, data.data, self.arrived)))
             ahead.num_bytes += size
             num_ahead += size
         return ahead

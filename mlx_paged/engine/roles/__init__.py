@@ -1,0 +1,1 @@
+"""Roles: one engine computes prompts (prefill), another one answers them (decode)."""

@@ -1,0 +1,45 @@
+"""Opens the end of the connections between two engines that the options name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.transfer.receiver import Receiver
+from mlx_paged.transfer.server import PrefillServer
+
+_LEAST_SECRET_BYTES, _MOST_SECRET_BYTES = 16, 1 << 16
+
+
+def ends_of(config: EngineConfig) -> tuple[Receiver | None, PrefillServer | None]:
+    """Returns what asks a prefill engine, or what is asked, by the role.
+
+    Raises:
+        InvalidParameterError: The secret cannot be read, or the address not be used.
+    """
+    if config.role is None:
+        return None, None
+    secret, address = _secret(config), config.prefill_host_and_port
+    if config.role == "decode":
+        return Receiver(address, secret), None
+    try:
+        return None, PrefillServer(address, secret)
+    except OSError as error:
+        expected = f"an address to listen on ({error.strerror or error})"
+        raise InvalidParameterError("prefill_address", expected, config.prefill_address) from error
+
+
+def _secret(config: EngineConfig) -> bytes:
+    given = str(config.prefill_secret_file)
+    expected = f"a file of {_LEAST_SECRET_BYTES} to {_MOST_SECRET_BYTES} bytes"
+    try:
+        with Path(given).expanduser().open("rb") as file:
+            # Editors and `echo` end a file with a newline.
+            secret = file.read(_MOST_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        expected = f"{expected} ({error.strerror or error})"
+        raise InvalidParameterError("prefill_secret_file", expected, given) from error
+    if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
+        raise InvalidParameterError("prefill_secret_file", expected, given)
+    return secret

@@ -1,0 +1,26 @@
+"""TransferStats: counts what an engine with a role has sent or received."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class TransferStats:
+    """Prompts that one engine computed for another, since the engine was made.
+
+    Attributes:
+        num_prompts: Prompts that the prefill engine was asked for, or was asked by a decode engine.
+        num_failed_prompts: Those whose blocks did not all come, or were not all sent.
+        num_blocks, num_bytes: Blocks that came, or were sent, and their bytes.
+    """
+
+    num_prompts: int = 0
+    num_failed_prompts: int = 0
+    num_blocks: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_blocks: int, num_bytes: int) -> None:
+        """Counts blocks."""
+        self.num_blocks += num_blocks
+        self.num_bytes += num_bytes

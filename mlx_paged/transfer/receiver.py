@@ -1,0 +1,224 @@
+"""Receiver: asks a prefill engine for the blocks of prompts, and keeps those that have arrived."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from mlx_paged.transfer.wire import BEAT, TO_GREET, Connection, Kind, PrefillRequest, WireError
+
+#: Prompts whose blocks arrive at once. Others wait for their turn.
+MAX_TRANSFERS = 16
+#: Bytes of a prompt's blocks that have arrived and are not used yet; one block may exceed them.
+MAX_WAITING_BYTES = 16 << 20
+# Seconds of silence after which the other engine is taken for dead.
+_SILENCE = 10 * BEAT
+# Seconds in which at least one block must come, or a prompt's turn.
+_PROGRESS = 60.0
+# Seconds for which an engine that could not be reached is not asked again.
+_PAUSE = 10.0
+
+Address = tuple[str, int]
+
+
+class Arrived(NamedTuple):
+    """A block whose checksum is right."""
+
+    group: int
+    block: int  # its number in the prompt
+    data: memoryview
+
+
+class Incoming:
+    """The blocks of one prompt, as they arrive. Any thread may call it.
+
+    Args:
+        request: What was asked for.
+        numbers: Number of each block of the prompt by its digest.
+        block_bytes: Bytes of a block of each group.
+        take_buffer: Returns a buffer of a number of bytes.
+        give_buffer: Takes it back.
+        on_change: Called when a block has arrived, and at the end.
+
+    Attributes:
+        failure: Why no more blocks come; None while they do, and once all have come.
+        num_waiting_bytes: Bytes that have arrived and are not taken yet.
+        num_blocks, num_bytes: Blocks that have arrived, and their bytes.
+    """
+
+    def __init__(
+        self,
+        request: PrefillRequest,
+        numbers: Mapping[bytes, int],
+        block_bytes: Sequence[int],
+        take_buffer: Callable[[int], memoryview],
+        give_buffer: Callable[[memoryview], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.failure: str | None = None
+        self.num_waiting_bytes = self.num_blocks = self.num_bytes = 0
+        self._numbers = numbers
+        self._block_bytes = block_bytes
+        self._take_buffer = take_buffer
+        self._give_buffer = give_buffer
+        self._on_change = on_change
+        self._is_complete = self._is_cancelled = False
+        self._waiting: deque[Arrived] = deque()
+        self._changed = threading.Condition()
+        self._connection: Connection | None = None
+
+    def take(self, group: int, block: int) -> memoryview | None:
+        """Takes a block; gives up those before it, which no one needs. None if it is not there.
+
+        The caller gives the buffer back.
+        """
+        with self._changed:
+            while self._waiting:
+                found = self._waiting.popleft()
+                self.num_waiting_bytes -= found.data.nbytes
+                self._changed.notify_all()
+                if (found.group, found.block) == (group, block):
+                    return found.data
+                self._give_buffer(found.data)
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """True if no further block can be taken."""
+        with self._changed:
+            return self.failure is not None or (self._is_complete and not self._waiting)
+
+    def cancel(self) -> None:
+        """Ends it: nobody takes its blocks any more."""
+        with self._changed:
+            self._is_cancelled = True
+            while self._waiting:
+                self._give_buffer(self._waiting.popleft().data)
+            self.num_waiting_bytes = 0
+            self._changed.notify_all()
+            if self._connection is not None:
+                self._connection.close()
+
+    # On the thread of the transfer.
+
+    def run(self, address: Address, secret: bytes, began: float) -> str | None:
+        """Receives all blocks; returns why that failed.
+
+        Args:
+            began: Time at which it was asked for.
+        """
+        failure = None
+        try:
+            if self._is_cancelled:
+                return None
+            if time.monotonic() - began > _PROGRESS:
+                raise TimeoutError("too many prompts wait")
+            connection = Connection(socket.create_connection(address, timeout=TO_GREET))
+            try:
+                with self._changed:
+                    if self._is_cancelled:
+                        return None
+                    self._connection = connection
+                connection.greet_as_client(secret)
+                connection.send(self.request.encode(), _SILENCE)
+                self._receive(connection)
+            finally:
+                connection.close()
+        except (OSError, WireError) as error:
+            failure = str(error)
+        with self._changed:
+            self._connection = None
+            if self._is_cancelled:
+                return None
+            self.failure = failure
+            self._is_complete = failure is None
+        self._on_change()
+        return failure
+
+    def _receive(self, connection: Connection) -> None:
+        progress_at = time.monotonic()
+        while (kind := connection.read_kind(_SILENCE)) is not Kind.END:
+            if kind is Kind.FAILED:
+                raise WireError(connection.read_failure(_SILENCE))
+            if kind is Kind.RECORD:
+                self._receive_block(connection)
+                progress_at = time.monotonic()
+            elif time.monotonic() - progress_at > _PROGRESS:
+                raise TimeoutError(f"no block came within {_PROGRESS:g} s")
+
+    def _receive_block(self, connection: Connection) -> None:
+        digest, group, length, crc, _ = connection.read_record(_SILENCE)
+        block = self._numbers.get(digest)
+        if block is None or group >= len(self._block_bytes):
+            raise WireError("a block of another prompt came")
+        if length != self._block_bytes[group]:
+            expected = self._block_bytes[group]
+            raise WireError(f"a block of {length} bytes came instead of {expected}")
+        with self._changed:
+            # Until the engine takes blocks, nothing is read, so the other end waits, too.
+            self._changed.wait_for(lambda: self._is_cancelled or self._has_room(length))
+            if self._is_cancelled:
+                return
+            self.num_waiting_bytes += length
+        data = self._take_buffer(length)
+        connection.read_into(data, time.monotonic() + _PROGRESS)
+        if zlib.crc32(data) != crc:
+            raise WireError("a block is damaged")
+        with self._changed:
+            if self._is_cancelled:
+                return
+            self._waiting.append(Arrived(group, block, data))
+            self.num_blocks += 1
+            self.num_bytes += length
+        self._on_change()
+
+    def _has_room(self, size: int) -> bool:
+        return not self._waiting or self.num_waiting_bytes + size <= MAX_WAITING_BYTES
+
+
+class Receiver:
+    """Asks one prefill engine, with a thread for each prompt.
+
+    Args:
+        address: Of the engine.
+        secret: Both engines have it.
+    """
+
+    def __init__(self, address: Address, secret: bytes) -> None:
+        self._address = address
+        self._secret = secret
+        self._paused_until = float("-inf")
+        self._queue: SimpleQueue[tuple[Incoming, float] | None] = SimpleQueue()
+        self._num_threads = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """True for a while after the engine could not be reached, or refused this one."""
+        return time.monotonic() < self._paused_until
+
+    def start(self, incoming: Incoming) -> None:
+        """Begins a transfer, now or later."""
+        self._queue.put((incoming, time.monotonic()))
+        if self._num_threads < MAX_TRANSFERS:
+            self._num_threads += 1
+            # A daemon: the interpreter's exit must not wait for another machine.
+            threading.Thread(target=self._run, name="mlx-paged-kv-receiver", daemon=True).start()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            incoming, began = entry
+            failure = incoming.run(self._address, self._secret, began)
+            if failure is not None and not incoming.num_blocks:
+                self._paused_until = time.monotonic() + _PAUSE
+
+    def close(self) -> None:
+        """Ends the threads once they have nothing to do. Cancel the transfers first."""
+        for _ in range(MAX_TRANSFERS):
+            self._queue.put(None)

@@ -1,0 +1,261 @@
+"""The wire: frames of a connection between a decode engine and a prefill engine.
+
+::
+
+    decode                                     prefill
+                    <- magic, nonce
+    nonce, proof ->
+                    <- proof                   both know the secret
+    request ->                                 a prompt
+                    <- RECORD, its bytes       in the order of `PrefillRequest`
+                    <- WAIT                    nothing is ready yet; once a second
+                    <- END, or FAILED and why
+
+All numbers are little-endian. One connection carries one prompt, so that a slow reader delays no
+other prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mlx_paged.offload.digests import DIGEST_BYTES
+from mlx_paged.offload.segments import RECORD_BYTES, Record
+
+MAGIC = b"mlxpkt1\n"
+#: Seconds that a greeting and a request may take in all.
+TO_GREET = 5.0
+#: Seconds between two frames.
+BEAT = 1.0
+
+_NONCE_BYTES = _PROOF_BYTES = 32
+_HEAD = struct.Struct("<B")
+_TEXT = struct.Struct("<H")
+_REQUEST = struct.Struct(f"<{DIGEST_BYTES}sIIqBI")
+_NO_SALT = 0xFFFFFFFF
+_MAX_SALT_BYTES = 1 << 16
+_TOKEN_BYTES = 4
+_MOST_PRIORITY = (1 << 63) - 1
+
+
+class Kind(IntEnum):
+    """The kind of a frame that a prefill engine sends."""
+
+    RECORD = 1
+    WAIT = 2
+    END = 3
+    FAILED = 4
+
+
+class WireError(Exception):
+    """The other end sent something that the protocol does not allow; the message says what."""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """A prompt that another engine will answer.
+
+    Its blocks are sent in this order: those of the first KV cache group from `first_block` on, then
+    what each other group needs to continue after them.
+
+    Attributes:
+        identity: Digest of the model and its cache.
+        tokens: All tokens of the full blocks and one more, 4 bytes each.
+        salt: Salt of its prefixes, as the decode engine's prefix tree has it.
+        first_block: Blocks that need not be sent.
+        priority, background: See `Request`.
+    """
+
+    identity: bytes
+    tokens: bytes
+    salt: str | None = None
+    first_block: int = 0
+    priority: int = 0
+    background: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // _TOKEN_BYTES
+
+    def encode(self) -> bytes:
+        """Returns the frame."""
+        salt = b"" if self.salt is None else self.salt.encode("utf-8", "surrogatepass")
+        head = _REQUEST.pack(
+            self.identity,
+            self.num_tokens,
+            self.first_block,
+            max(-_MOST_PRIORITY, min(self.priority, _MOST_PRIORITY)),
+            self.background,
+            _NO_SALT if self.salt is None else len(salt),
+        )
+        return head + salt + self.tokens
+
+
+class Connection:
+    """One end of a connection. Each direction belongs to one thread at a time.
+
+    Args:
+        sock: A connected socket of the stream type. The connection owns it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    # Greeting.
+
+    def greet_as_server(self, secret: bytes) -> None:
+        """Proves to the other end that this one has the secret, and has it do the same.
+
+        Raises:
+            WireError: It does not have the secret.
+            OSError: It is gone, or takes too long.
+        """
+        deadline, nonce = time.monotonic() + TO_GREET, secrets.token_bytes(_NONCE_BYTES)
+        self.send(MAGIC + nonce, TO_GREET)
+        answer = self.read(_NONCE_BYTES + _PROOF_BYTES, deadline)
+        nonces = nonce + answer[:_NONCE_BYTES]
+        if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"decode", nonces)):
+            raise WireError("it has another secret")
+        self.send(_proof(secret, b"prefill", nonces), TO_GREET)
+
+    def greet_as_client(self, secret: bytes) -> None:
+        """See `greet_as_server`."""
+        deadline = time.monotonic() + TO_GREET
+        greeting = self.read(len(MAGIC) + _NONCE_BYTES, deadline)
+        if not greeting.startswith(MAGIC):
+            raise WireError("it is no prefill engine of this version")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = greeting[len(MAGIC) :] + nonce
+        self.send(nonce + _proof(secret, b"decode", nonces), TO_GREET)
+        try:
+            proof = self.read(_PROOF_BYTES, deadline)
+        except ConnectionError:
+            raise WireError("it has another secret") from None
+        if not hmac.compare_digest(proof, _proof(secret, b"prefill", nonces)):
+            raise WireError("it has another secret")
+
+    # Frames.
+
+    def read_request(self, max_tokens: int) -> PrefillRequest:
+        """Reads a request.
+
+        Raises:
+            WireError: It is none, or too long.
+            OSError: The other end is gone, or takes too long.
+        """
+        deadline = time.monotonic() + TO_GREET
+        head = self.read(_REQUEST.size, deadline)
+        identity, num_tokens, first_block, priority, background, num_salt = _REQUEST.unpack(head)
+        if not 0 < num_tokens <= max_tokens:
+            raise WireError(f"a prompt must have 1 to {max_tokens} tokens but has {num_tokens}")
+        has_salt = num_salt != _NO_SALT
+        if has_salt and num_salt > _MAX_SALT_BYTES:
+            raise WireError(f"a salt of {num_salt} bytes is too long")
+        salt = self.read(num_salt, deadline).decode("utf-8", "surrogatepass") if has_salt else None
+        tokens = self.read(num_tokens * _TOKEN_BYTES, deadline)
+        return PrefillRequest(identity, tokens, salt, first_block, priority, bool(background))
+
+    def send_record(self, record: Record, data: memoryview, timeout: float) -> None:
+        """Sends a block. `timeout` is for each wait until the other end takes some of it."""
+        self.send(_HEAD.pack(Kind.RECORD) + record.pack(), timeout)
+        self.send(data, timeout)
+
+    def send_end(self, failure: str | None, timeout: float) -> None:
+        """Sends the end: all records were sent, or why they were not."""
+        if failure is None:
+            self.send(_HEAD.pack(Kind.END), timeout)
+            return
+        text = failure.encode("utf-8", "replace")[:1000]
+        self.send(_HEAD.pack(Kind.FAILED) + _TEXT.pack(len(text)) + text, timeout)
+
+    def send_wait(self, timeout: float) -> None:
+        """Tells the other end that nothing is ready yet."""
+        self.send(_HEAD.pack(Kind.WAIT), timeout)
+
+    def read_kind(self, timeout: float) -> Kind:
+        """Reads the kind of the next frame.
+
+        Raises:
+            WireError: There is no such kind.
+            OSError: The other end is gone, or silent for `timeout` seconds.
+        """
+        [value] = self.read(_HEAD.size, time.monotonic() + timeout)
+        try:
+            return Kind(value)
+        except ValueError:
+            raise WireError(f"there is no frame of kind {value}") from None
+
+    def read_record(self, timeout: float) -> Record:
+        """Reads the rest of a `RECORD` up to its bytes."""
+        return Record.unpack(self.read(RECORD_BYTES, time.monotonic() + timeout))
+
+    def read_failure(self, timeout: float) -> str:
+        """Reads the rest of a `FAILED`."""
+        deadline = time.monotonic() + timeout
+        [length] = _TEXT.unpack(self.read(_TEXT.size, deadline))
+        return self.read(length, deadline).decode("utf-8", "replace")
+
+    # Bytes.
+
+    def send(self, data: bytes | memoryview, timeout: float) -> None:
+        """Sends bytes.
+
+        Raises:
+            OSError: The other end is gone, or took none of them for `timeout` seconds.
+        """
+        self._socket.settimeout(timeout)
+        rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while rest:
+            rest = rest[self._socket.send(rest) :]
+
+    def read(self, count: int, deadline: float) -> bytes:
+        """Reads exactly `count` bytes."""
+        data = bytearray(count)
+        self.read_into(memoryview(data), deadline)
+        return bytes(data)
+
+    def read_into(self, out: memoryview, deadline: float) -> None:
+        """Fills `out`.
+
+        Raises:
+            OSError: The other end is gone, or the deadline (`time.monotonic`) has passed.
+        """
+        while out:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it is silent")
+            self._socket.settimeout(left)
+            count = self._socket.recv_into(out)
+            if not count:
+                raise ConnectionError("the connection was closed")
+            out = out[count:]
+
+    @property
+    def is_closed_by_peer(self) -> bool:
+        """True if the other end is gone, as far as known. Nothing else may be on its way."""
+        self._socket.settimeout(0.0)
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Ends both directions, also for a thread that waits in one."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _proof(secret: bytes, end: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, end + nonces, "sha256")

@@ -1,0 +1,451 @@
+"""One engine computes prompts, another one answers them: the same tokens, whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.embedded_llm import make
+from support.grouped_models import HYBRIDS, WINDOWED, dense_answer, loaded
+from support.models import embedded_twin
+from support.offloading import GREEDY, NUM_TOKENS, answers, contents_of, random_prompts
+from support.roles import (
+    OPTIONS,
+    SECRET,
+    Pair,
+    engine_with_role,
+    pair_of,
+    port_of,
+    transfers_of,
+)
+from test_kv_offloading import mla
+
+from mlx_paged import LLM, AsyncEngine, SamplingParams
+from mlx_paged.core import MissReason
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.roles.stats import TransferStats
+from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.loader import LoadedModel
+from mlx_paged.offload.segments import Record
+from mlx_paged.transfer import receiver, server, wire
+
+[PROMPT] = random_prompts(100)
+NUM_CACHED = 96  # all full blocks before the last token
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """The answer of one engine to `PROMPT`."""
+    [tokens], _ = answers(make(embedded_twin(), **OPTIONS), [PROMPT])
+    return tokens
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    with pair_of(embedded_twin(), embedded_twin(), tmp_path, max_num_batched_tokens=24) as pair:
+        yield pair
+
+
+def check_failed(pair: Pair, expected: list[int], reason: str) -> None:
+    """The prompt is computed by the decode engine, which says why."""
+    output = pair.answer(PROMPT, GREEDY)
+    assert output.outputs[0].token_ids == expected
+    assert output.num_cached_tokens == 0
+    miss = output.cache_miss
+    assert miss is not None and miss.reason is MissReason.TRANSFER
+    assert reason in str(miss), miss
+
+
+# --- The same tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*WINDOWED, *HYBRIDS])
+def test_every_kind_of_cache_travels(name: str, tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": 24, "typical_context_len": 100, "max_num_seqs": 8}
+    with pair_of(loaded(name), loaded(name), tmp_path, **options) as pair:
+        output = pair.answer(PROMPT, GREEDY)
+        assert output.outputs[0].token_ids == dense_answer(name, PROMPT, NUM_TOKENS)
+        assert output.num_cached_tokens == NUM_CACHED and output.cache_miss is None
+        assert pair.decode.stats().counters.num_restored_tokens == NUM_CACHED
+        assert contents_of(pair.decode, PROMPT[:97]) == contents_of(pair.prefill, PROMPT[:97])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8_k_int4_v", "fp8", "mla"])
+def test_quantized_blocks_and_latents_travel(kv_cache_dtype: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"block_size": 32}
+    make_model: Callable[[], LoadedModel] = mla
+    if kv_cache_dtype != "mla":
+        make_model, options["kv_cache_dtype"] = embedded_twin, kv_cache_dtype
+    one = LLM(make_model(), **{**OPTIONS, **options})
+    [expected], _ = answers(one, [PROMPT])
+    with pair_of(make_model(), make_model(), tmp_path, **options) as pair:
+        output = pair.answer(PROMPT, GREEDY)
+        assert output.outputs[0].token_ids == expected
+        assert output.num_cached_tokens == NUM_CACHED
+        assert contents_of(pair.decode, PROMPT[:97]) == contents_of(pair.prefill, PROMPT[:97])
+
+
+def test_blocks_travel_while_the_prompt_is_computed(pair: Pair, expected: list[int]) -> None:
+    output = pair.decode.add_request("one", PROMPT, GREEDY)
+    wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
+    for _ in range(4):  # of 24 tokens; a step is committed by the next one
+        pair.prefill.step()
+    # Nothing computes from here on.
+    wait_until(lambda: restored(pair) >= 6, "no block came")
+    assert pair.prefill._scheduler.has_unfinished
+    assert not transfers_of(pair.decode).num_blocks  # the transfer has not ended
+    pair.run()
+    assert output.outputs[0].token_ids == expected and output.num_cached_tokens == NUM_CACHED
+
+
+def restored(pair: Pair) -> int:
+    """Steps the decode engine; returns how many blocks it has put in place."""
+    pair.decode.step()
+    return sum(restoration.num_done for restoration in pair.decode._kv.restorations.values())
+
+
+def test_a_stream_goes_on_while_a_prompt_is_computed_elsewhere(
+    pair: Pair, expected: list[int]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    running = pair.decode.add_request("running", [5, 6, 7], params)
+    pair.decode.step()
+    pair.decode.step()
+    waiting, num_meanwhile = pair.decode.add_request("waiting", PROMPT, GREEDY), 0
+    while pair.decode.has_unfinished:
+        before = len(running.outputs[0].token_ids)
+        pair.step()
+        if pair.decode._kv.restorations and not running.finished:
+            num_meanwhile += 1
+            assert len(running.outputs[0].token_ids) == before + 1
+    assert num_meanwhile
+    assert waiting.outputs[0].token_ids == expected
+    # The same again, from both engines' caches.
+    assert pair.answer(PROMPT, GREEDY).outputs[0].token_ids == expected
+    assert transfers_of(pair.prefill).num_prompts == 1
+
+
+def test_many_prompts_with_equal_beginnings_and_aborts(tmp_path: Path) -> None:
+    name, rng = "mistral", random.Random(5)
+    prompts = [
+        [*PROMPT[: 8 * (i % 4)], *prompt] for i, prompt in enumerate(random_prompts(*[60] * 8))
+    ]
+    options = {"max_num_batched_tokens": 24, "typical_context_len": 100, "max_num_seqs": 6}
+    options["num_gpu_blocks_override"] = 60  # some sequences are preempted
+    with pair_of(loaded(name), loaded(name), tmp_path, **options) as pair:
+        outputs = {}
+        for i, prompt in enumerate([*prompts, prompts[0], *prompts]):
+            outputs[i] = pair.decode.add_request(str(i), prompt, GREEDY), prompt
+            for _ in range(rng.randint(0, 3)):
+                pair.step()
+                pair.decode.check_integrity()
+                pair.prefill.check_integrity()
+            if i % 5 == 4:
+                pair.decode.abort(str(i - 1))
+        pair.run(pair.decode.check_integrity)
+        for output, prompt in outputs.values():
+            tokens = output.outputs[0].token_ids
+            assert tokens == dense_answer(name, prompt, NUM_TOKENS)[: len(tokens)]
+        received = transfers_of(pair.decode)
+        assert received.num_prompts >= 8 and not received.num_failed_prompts
+        wait_until(lambda: is_at_rest(pair), "a prompt is computed in vain")
+
+
+def is_at_rest(pair: Pair) -> bool:
+    """Steps both; returns True once neither has anything left of a transfer."""
+    pair.step()
+    remote = pair.decode._offloading._levels.remote  # type: ignore[union-attr]
+    assert remote is not None and pair.prefill._prefilling is not None
+    return remote.is_empty and not pair.prefill._prefilling._jobs
+
+
+def test_short_prompts_and_what_the_other_engine_cannot_compute_stay_here(pair: Pair) -> None:
+    pair.answer(PROMPT[:15], GREEDY)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    pair.answer(PROMPT, params)  # needs all logits
+    assert transfers_of(pair.decode) == TransferStats()
+
+
+def test_a_server_wakes_for_prompts(tmp_path: Path, expected: list[int]) -> None:
+    made: list[Engine] = []
+
+    def make_engine() -> Engine:
+        made.append(engine_with_role("prefill", embedded_twin(), "127.0.0.1:0", tmp_path))
+        return made[0]
+
+    served = AsyncEngine(make_engine)
+    asyncio.run(served.ready())
+    try:
+        address = f"127.0.0.1:{port_of(made[0])}"
+        decode = engine_with_role("decode", embedded_twin(), address, tmp_path)
+        output = decode.add_request("one", PROMPT, GREEDY)
+        while decode.has_unfinished:
+            decode.step()
+        assert output.outputs[0].token_ids == expected
+        assert output.num_cached_tokens == NUM_CACHED
+    finally:
+        asyncio.run(served.shutdown())
+
+
+# --- Bounds ---------------------------------------------------------------------------------------
+
+
+def test_no_end_holds_more_than_its_bound(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [size] = pair.decode._offloading._blocks.num_bytes  # type: ignore[union-attr]
+    bound = 2 * size
+    monkeypatch.setattr(receiver, "MAX_WAITING_BYTES", bound)
+    monkeypatch.setattr(server, "MAX_WAITING_BYTES", bound)
+    # So that little is on its way between the two.
+    connect = socket.create_connection
+
+    def narrow(*args: Any, **options: Any) -> socket.socket:
+        sock = connect(*args, **options)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+        return sock
+
+    monkeypatch.setattr(receiver.socket, "create_connection", narrow)
+    [prompt] = random_prompts(1000, seed=3)
+    output = pair.decode.add_request("one", prompt, GREEDY)
+    wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
+    [transfer] = pair.decode._offloading._levels.remote._transfers.values()  # type: ignore[union-attr]
+    most = [0, 0]
+
+    def measure() -> None:
+        jobs = pair.prefill._prefilling._jobs.values()  # type: ignore[union-attr]
+        waiting = [job.outgoing.num_waiting_bytes + job.num_copying_bytes for job in jobs]
+        most[0] = max(most[0], *waiting, 0)
+        most[1] = max(most[1], transfer.incoming.num_waiting_bytes)
+
+    while pair.prefill.has_unfinished:  # the decode engine takes nothing meanwhile
+        pair.prefill.step()
+        measure()
+    wait_until(lambda: transfer.incoming.num_waiting_bytes == bound, "the receiver is not full")
+    [job] = pair.prefill._prefilling._jobs.values()  # type: ignore[union-attr]
+    assert len(job.pending) > 10  # most of the prompt has not left the device
+    pair.run(measure)
+    assert most == [bound, bound]
+    assert output.num_cached_tokens == 992
+    one = make(embedded_twin(), **OPTIONS)
+    assert output.outputs[0].token_ids == answers(one, [prompt])[0][0]
+
+
+def test_silent_and_hostile_peers_delay_no_one(pair: Pair, expected: list[int]) -> None:
+    address = ("127.0.0.1", port_of(pair.prefill))
+    silent = socket.create_connection(address)
+    garbage = socket.create_connection(address)
+    garbage.sendall(bytes(64))
+    assert not garbage.makefile("rb").read()[40:]  # a greeting, and no proof
+    huge = greeted(address)
+    head = struct.pack("<16sIIqBI", bytes(16), 1 << 31, 0, 0, 0, 0xFFFFFFFF)
+    huge.send(head, 5.0)
+    with pytest.raises(ConnectionError):
+        huge.read_kind(30.0)
+    assert pair.answer(PROMPT, GREEDY).outputs[0].token_ids == expected
+    assert transfers_of(pair.decode).num_failed_prompts == 0
+    for sock in (silent, garbage):
+        sock.close()
+
+
+def greeted(address: tuple[str, int]) -> wire.Connection:
+    connection = wire.Connection(socket.create_connection(address))
+    connection.greet_as_client(SECRET)
+    return connection
+
+
+def test_a_decode_engine_that_leaves_ends_its_prompt(pair: Pair) -> None:
+    pair.decode.add_request("one", PROMPT, GREEDY)
+    wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
+    pair.prefill.step()
+    pair.decode.abort("one")
+    pair.decode.on_idle()
+    wait_until(lambda: not stepped(pair.prefill), "the prompt is computed to its end")
+    assert pair.prefill.stats().counters.num_admissions == 1
+    sent = transfers_of(pair.prefill)
+    assert sent.num_failed_prompts == 1 and sent.num_blocks < 12
+
+
+def stepped(engine: Engine) -> bool:
+    if engine._prefilling.has_new:  # type: ignore[union-attr]
+        engine.step()
+    return bool(engine._scheduler.has_unfinished)
+
+
+# --- Failures -------------------------------------------------------------------------------------
+
+
+def test_a_prefill_engine_that_dies_costs_only_time(pair: Pair, expected: list[int]) -> None:
+    output = pair.decode.add_request("one", PROMPT, GREEDY)
+    wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
+    for _ in range(4):
+        pair.prefill.step()
+    wait_until(lambda: restored(pair) >= 6, "no block came")
+    pair.prefill._prefilling.server.close()  # type: ignore[union-attr]
+    while pair.decode.has_unfinished:
+        pair.decode.step()
+        pair.decode.check_integrity()
+    assert output.outputs[0].token_ids == expected and output.num_cached_tokens == 0
+    assert output.cache_miss is not None and output.cache_miss.reason is MissReason.TRANSFER
+    assert transfers_of(pair.decode).num_failed_prompts == 1
+    # The next prompts meet a closed port, and then nobody asks for a while.
+    [*others] = random_prompts(60, 60, seed=9)
+    for prompt, reason in zip(others, ("refused", "failed a moment ago")):
+        later = pair.answer(prompt, GREEDY, "later")
+        assert reason in str(later.cache_miss)
+
+
+def test_a_prefill_engine_that_repairs_itself(pair: Pair, expected: list[int]) -> None:
+    output = pair.decode.add_request("one", PROMPT, GREEDY)
+    wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
+    pair.prefill.step()
+
+    def fail(num_tokens: int) -> None:
+        pair.prefill.on_launch = None
+        raise MemoryError
+
+    pair.prefill.on_launch = fail
+    with pytest.raises(MemoryError):
+        pair.prefill.step()
+    pair.run()
+    assert output.outputs[0].token_ids == expected
+    assert "was repaired" in str(output.cache_miss)
+
+
+def test_a_decode_engine_that_repairs_itself(pair: Pair, expected: list[int]) -> None:
+    waiting = pair.decode.add_request("one", PROMPT, GREEDY)
+    pair.decode.add_request("two", [5, 6, 7], GREEDY)
+
+    def fail(num_tokens: int) -> None:
+        pair.decode.on_launch = None
+        raise MemoryError
+
+    pair.decode.on_launch = fail
+    with pytest.raises(MemoryError):
+        pair.decode.step()
+    pair.run()
+    assert waiting.outputs[0].token_ids == expected
+    wait_until(lambda: is_at_rest(pair), "a prompt is computed in vain")
+
+
+def test_another_secret(tmp_path: Path, expected: list[int]) -> None:
+    with pair_of(embedded_twin(), embedded_twin(), tmp_path) as pair:
+        pair.prefill._prefilling.server._secret = b"another secret!!"  # type: ignore[union-attr]
+        check_failed(pair, expected, "it has another secret")
+
+
+def test_another_model(tmp_path: Path) -> None:
+    with pair_of(loaded("gpt-oss"), loaded("mistral"), tmp_path) as pair:
+        check_failed(pair, dense_answer("mistral", PROMPT, NUM_TOKENS), "it has another model")
+
+
+def test_another_format(tmp_path: Path, expected: list[int]) -> None:
+    options = {"kv_cache_dtype": "int8"}
+    with pair_of(embedded_twin(), embedded_twin(), tmp_path, prefill_options=options) as pair:
+        check_failed(pair, expected, "another format of the cache")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"crc": 1}, "a block is damaged"),
+        ({"digest": bytes(16)}, "a block of another prompt came"),
+        ({"group": 1}, "a block of another prompt came"),
+        ({"length": 1 << 31}, "a block of 2147483648 bytes came instead of"),
+    ],
+)
+def test_records_that_are_wrong(
+    pair: Pair,
+    expected: list[int],
+    change: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send, sent = wire.Connection.send_record, []
+
+    def damaged(self: Any, record: Record, data: memoryview, timeout: float) -> None:
+        sent.append(record)
+        send(self, record._replace(**change) if len(sent) == 5 else record, data, timeout)
+
+    monkeypatch.setattr(wire.Connection, "send_record", damaged)
+    check_failed(pair, expected, reason)
+
+
+def test_blocks_that_are_left_out(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, sent = wire.Connection.send_record, []
+
+    def skip(self: Any, record: Record, data: memoryview, timeout: float) -> None:
+        sent.append(record)
+        if len(sent) != 5:
+            send(self, record, data, timeout)
+
+    monkeypatch.setattr(wire.Connection, "send_record", skip)
+    check_failed(pair, expected, "did not send all blocks")
+
+
+# --- Options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"role": "both"}, "role must be None, 'prefill' or 'decode' but"),
+        ({"role": "decode"}, "prefill_address must be HOST:PORT, for a role"),
+        ({"prefill_address": "a:1"}, "prefill_address must be None without a role"),
+        (
+            {"role": "decode", "prefill_address": "a:1"},
+            "prefill_secret_file must be a file that both engines have, for a role",
+        ),
+        (
+            {"role": "decode", "prefill_address": "a", "prefill_secret_file": "s"},
+            "prefill_address must be HOST:PORT but",
+        ),
+        (
+            {
+                "role": "prefill",
+                "prefill_address": "a:1",
+                "prefill_secret_file": "s",
+                "tensor_parallel_size": 2,
+            },
+            "role must be None where tensor_parallel_size is above 1",
+        ),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidParameterError) as error:
+        EngineConfig(**options)
+    assert text in str(error.value)
+
+
+def test_the_secret_and_the_address_are_checked(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    for content in (None, b"short\n"):
+        if content is not None:
+            secret.write_bytes(content)
+        options = {"role": "decode", "prefill_address": "a:1", "prefill_secret_file": secret}
+        with pytest.raises(InvalidParameterError, match="prefill_secret_file"):
+            LLM(embedded_twin(), **OPTIONS, **options)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(InvalidParameterError, match="prefill_address"):
+            (tmp_path / "secret").write_bytes(SECRET)
+            engine_with_role("prefill", embedded_twin(), address, tmp_path)
+    with pytest.raises(InvalidParameterError, match="only a server's engine"):
+        LLM(role="prefill", prefill_address="a:1", prefill_secret_file=secret)
