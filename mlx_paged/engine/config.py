@@ -50,7 +50,8 @@ class EngineConfig:
             for models with sentence-transformers' files, which say how they are pooled.
         tensor_parallel_size: Number of ranks that share the model's layers, each with a process and
             a device of its own, see docs/distributed.md (vLLM's name).
-        pipeline_parallel_size: Only 1: a rank has a part of every layer.
+        pipeline_parallel_size: Number of ranks that each have consecutive whole layers (vLLM's
+            name). It saves memory, not time. One of the two sizes is 1.
         pooler_config: How to pool texts: a `PoolerConfig`, or a mapping with its fields. None uses
             the model's own settings. Only for the pooling runner.
         hf_overrides: vLLM's way to mark a model as a reranker: a mapping with
@@ -215,6 +216,7 @@ class EngineConfig:
         self._check_pooler()
         for name, least in (
             ("tensor_parallel_size", 1),
+            ("pipeline_parallel_size", 1),
             ("num_gpu_blocks_override", 2),
             ("kv_cache_memory", 1),
             ("typical_context_len", 1),
@@ -414,16 +416,26 @@ class EngineConfig:
             expected = "empty unless enable_lora is True"
             raise InvalidParameterError("warm_up_loras", expected, self.warm_up_loras)
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that run the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_option(self) -> str:
+        """The option that asks for several ranks, for errors."""
+        return (
+            "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
+        )
+
     def _check_ranks(self) -> None:
-        if self.pipeline_parallel_size != 1:
-            expected = "1 (layers are divided by tensor_parallel_size)"
-            raise InvalidParameterError(
-                "pipeline_parallel_size", expected, self.pipeline_parallel_size
-            )
-        if self.tensor_parallel_size > _MAX_RANKS:
-            expected = f"at most {_MAX_RANKS}"
-            raise InvalidParameterError("tensor_parallel_size", expected, self.tensor_parallel_size)
-        if self.tensor_parallel_size == 1:
+        option = self.ranks_option
+        if 1 not in (self.tensor_parallel_size, self.pipeline_parallel_size):
+            expected = "1 where tensor_parallel_size is above 1"
+            raise InvalidParameterError(option, expected, self.pipeline_parallel_size)
+        if self.num_ranks > _MAX_RANKS:
+            raise InvalidParameterError(option, f"at most {_MAX_RANKS}", self.num_ranks)
+        if self.num_ranks == 1:
             return
         speculative = self.speculative_config
         method = speculative.method if isinstance(speculative, SpeculativeConfig) else None
@@ -439,7 +451,7 @@ class EngineConfig:
                 expected = "'generate'" if name == "runner" else repr(default)
                 if name == "speculative_config":
                     expected = f"a method other than {', '.join(HEADS)}"
-                expected += " where tensor_parallel_size is above 1"
+                expected += f" where {option} is above 1"
                 raise InvalidParameterError(name, expected, getattr(self, name))
 
     @property

@@ -174,7 +174,7 @@ def allocate_pools(
     try:
         wanted = config.num_blocks(
             [
-                *(spec.bytes_per_token for spec in runner.model.layout.attention),
+                *(spec.bytes_per_token for spec in runner.model.layout.pooled),
                 0 if companion is None else companion.bytes_per_token,
             ],
             model_limit,

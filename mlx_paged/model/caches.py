@@ -473,6 +473,31 @@ class UnusedCache:
         )
 
 
+class ElsewhereCache:
+    """The cache of a layer that another rank has: it tells positions, and takes no tokens."""
+
+    start_position, _idx = KVPools.start_position, KVPools._idx
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+
+    @property
+    def offset(self) -> mx.array:
+        """``[num_rows]`` int32: the position of each row's token."""
+        return self._context.step.plan.positions
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> None:
+        """No mask."""
+        return None
+
+    def maybe_trim_front(self) -> None:
+        """See `KVPools`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises for anything else that an attention layer reads from its cache."""
+        raise RuntimeError(f"the model reads {name!r} of the cache of a layer on another rank")
+
+
 def copy_blocks(caches: Iterable[KVPools], block_pairs: mx.array) -> None:
     """Copies blocks in every pool of these caches, before the rest of the step.
 

@@ -136,12 +136,29 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The leaves of a model's cache tree, in order, and the tree."""
+    """The leaves of a model's cache tree, in order, and the tree.
+
+    Attributes:
+        kept: The leaves that have pools on this rank; None: all. Groups and block tables are those
+            of the whole model on every rank.
+    """
 
     mode: Mode
     specs: tuple[CacheSpec, ...]
     tree: tuple[Shape, ...]
     max_context_len: int | None = None  # tokens up to which the forward is exact; None: no limit
+    kept: frozenset[int] | None = None
+
+    def keeps(self, leaf: int) -> bool:
+        """True if a leaf has pools on this rank."""
+        return self.kept is None or leaf in self.kept
+
+    @property
+    def pooled(self) -> tuple[LayerSpec, ...]:
+        """The leaves that have blocks on this rank."""
+        return tuple(
+            s for i, s in enumerate(self.specs) if isinstance(s, LayerSpec) and self.keeps(i)
+        )
 
     @property
     def attention(self) -> tuple[LayerSpec, ...]:
@@ -174,8 +191,8 @@ class CacheLayout:
         return any(spec.kv_format is not None for spec in self.attention)
 
     def bytes_per_token(self, group_spec: KVCacheGroupSpec | None = None) -> int:
-        """Returns the bytes of one token's K and V in all attention layers, or in one group's."""
-        return sum(s.bytes_per_token for s in self.attention if group_spec in (None, s.group_spec))
+        """Returns the bytes of one token's K and V in the pools of this rank, or in one group's."""
+        return sum(s.bytes_per_token for s in self.pooled if group_spec in (None, s.group_spec))
 
     def with_kv_format(self, kv_format: KVFormat, skip: Sequence[int | str] = ()) -> CacheLayout:
         """Returns the layout with another format of the attention layers' pools.
@@ -209,8 +226,12 @@ class CacheLayout:
 
     @property
     def bytes_per_slot(self) -> int:
-        """The recurrent state of one sequence, in all layers."""
-        return sum(spec.bytes_per_slot for spec in self.states)
+        """The recurrent state of one sequence, in the layers of this rank."""
+        return sum(
+            spec.bytes_per_slot
+            for i, spec in enumerate(self.specs)
+            if isinstance(spec, StateSpec) and self.keeps(i)
+        )
 
 
 def _leaves(shape: Shape) -> list[int]:

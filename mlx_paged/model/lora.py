@@ -198,9 +198,11 @@ class AdapterLayers:
         platform: Platform,
     ) -> None:
         self.num_slots, self.rank, self.dtype = num_slots, rank, dtype
-        layers = linear_layers(model)
-        self._modules: dict[str, nn.Module] = {path: layers[path] for path in targets.linear}
-        self._parts = Division.of(model).parts
+        layers, division = linear_layers(model), Division.of(model)
+        self._modules: dict[str, nn.Module] = {
+            path: layers[path] for path in targets.linear if path not in division.elsewhere
+        }
+        self._parts = division.parts
         features = sum(sum(shape_of(module)) for module in self._modules.values())
         self.max_bytes = num_slots * rank * dtype.size * features
         # The operation's dtype: the CPU's takes weights of any dtype.
@@ -216,11 +218,12 @@ class AdapterLayers:
         Args:
             slot: From 0.
             layers: By path; those of `AdapterTargets.linear`, with at most the rank of the slots.
+                Layers of other ranks are left out.
 
         Returns:
             True if compiled steps with adapters are no longer valid.
         """
-        added = layers.keys() - self._layers.keys()
+        added = (layers.keys() & self._modules.keys()) - self._layers.keys()
         for path in added:
             module, part = self._modules[path], self._parts.get(path)
             layer = _Layer(module, part, self.num_slots, self.rank, self.dtype)

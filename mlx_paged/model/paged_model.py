@@ -15,6 +15,7 @@ from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import dense_prefill, pages, patches
 from mlx_paged.model.caches import (
+    ElsewhereCache,
     KVPools,
     LastLayerPruning,
     LatentLayerCache,
@@ -45,6 +46,7 @@ from mlx_paged.model.layout import (
 )
 from mlx_paged.model.lora import AdapterLayers, AdapterTargets, LowRank
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
+from mlx_paged.model.pipeline import Stage
 from mlx_paged.model.plan import (
     PaddedTables,
     SequenceGroup,
@@ -119,6 +121,7 @@ class PagedModel:
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
         self._taps: Taps | None = None
+        self._stage: Stage | None = None
         self._activations = "float32"
         self._least_gathered = dense_prefill.MIN_ROWS
         self._known_shared_rows: dict[KVCacheGroupSpec, int] = {}
@@ -187,8 +190,10 @@ class PagedModel:
         self._compiled = self._make_compiled()
         self._known_shared_rows.clear()
         leaves: list[object] = []
-        for spec in self.layout.specs:
-            if isinstance(spec, LayerSpec):
+        for i, spec in enumerate(self.layout.specs):
+            if not self.layout.keeps(i):
+                leaves.append(ElsewhereCache(self._context))
+            elif isinstance(spec, LayerSpec):
                 count = num_blocks if isinstance(num_blocks, int) else num_blocks[spec.group_spec]
                 cache = self._cache_type(spec)(
                     self._context, spec, num_blocks=count, block_size=self.block_size
@@ -251,6 +256,22 @@ class PagedModel:
                 f"hidden states are not read from a model that runs {self.layout.mode}"
             )
         self._taps = Taps(self.model, places, context=self._context, output_rows=self._output_rows)
+
+    def enter_stage(self, stage: Stage, kept: frozenset[int]) -> None:
+        """Limits the model to the layers of one rank; see `model.pipeline`. Call it before
+        `allocate`.
+
+        Args:
+            kept: The leaves of its caches.
+
+        Raises:
+            ValueError: See `keep_hidden_states`: rank 0 alone makes logits.
+        """
+        if stage.group.rank():
+            self.keep_hidden_states()
+        self.layout = replace(self.layout, kept=kept)
+        self._stage = stage
+        stage.limit(self.model, self._context)
 
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`."""
@@ -355,9 +376,9 @@ class PagedModel:
         Args:
             block_pairs: ``[num_pairs, 2]`` int32 of (src, dst).
         """
-        copy_blocks(
-            [c for c in self._attention if group_spec in (None, c.spec.group_spec)], block_pairs
-        )
+        caches = [c for c in self._attention if group_spec in (None, c.spec.group_spec)]
+        if caches:  # A rank may have no layer of a group.
+            copy_blocks(caches, block_pairs)
 
     def resize(self, num_blocks: int, group_spec: KVCacheGroupSpec) -> None:
         """Changes the number of blocks of a group; keeps the contents of the first ones."""
@@ -526,6 +547,8 @@ class PagedModel:
                     more["features"] = step.features
                 logits = self.model(tokens[:, None], cache=self.caches, **more)
                 taps = () if self._taps is None else self._taps.take()
+                if self._stage is not None:
+                    taps = (*taps, self._stage.take())
                 return StepOutput(self._output_rows.finish(logits), self.pools(), None, taps)
         finally:
             self._context.leave()
@@ -641,6 +664,7 @@ class PagedModel:
             or self._bounds(inputs, group_spec) is not None
             or not np.array_equal(ends[sequences] - 1, wanted)
             or (self._taps is not None and self._taps.reads_end)
+            or self._stage is not None  # All ranks have the hidden states of all rows.
         ):
             return None
         tables = inputs.tables_of(group_spec)

@@ -56,10 +56,12 @@ class Division:
         num_ranks: Ranks that share the model. Each makes as large a part of the logits, if they
             are divided.
         parts: This rank's parts of the linear layers, by path in the whole model.
+        elsewhere: Paths of linear layers that are wholly on other ranks.
     """
 
     num_ranks: int = 1
     parts: Mapping[str, LinearPart] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: nn.Module) -> Division:

@@ -46,6 +46,7 @@ from mlx_paged.model.layout import (
 )
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.patches import OutputProjection, OutputRows, Overrides
+from mlx_paged.model.pipeline import Stage, enter_stage
 from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.recurrent import StateArrays, regrouped
 from mlx_paged.model.sharding import Division
@@ -87,6 +88,9 @@ def build_paged_model(
         model, model_type, modes=family.modes, block_size=block_size, platform=platform
     )
     if family.must_compare(paged.layout.mode):
+        if Stage.of(model) is not None:
+            reason = "it is not proven, and no rank has all layers to compare its logits"
+            raise UnsupportedModelError(model_type, reason)
         difference = difference_from_dense(paged, vocab_size(config))
         if not difference < tolerance_of(paged):
             raise UnsupportedModelError(
@@ -108,6 +112,7 @@ def build_paged_model(
             paged.layout.mode,
             difference,
         )
+    enter_stage(paged, model_type, partial(_tried, paged))
     return paged
 
 
@@ -225,7 +230,8 @@ def _tried(paged: PagedModel) -> PagedModel:
         logit_rows=np.array([0, 2, 8]),
         state_slots=slots if paged.layout.has_states else None,
     )
-    logits = paged.forward(mx.zeros((int(lens.sum()),), dtype=mx.int32), inputs)
+    tokens = mx.zeros((int(lens.sum()),), dtype=mx.int32)
+    logits = paged.forward(tokens, inputs, may_repeat=False)
     if logits.ndim != 2 or logits.shape[0] != 3:
         raise ValueError(f"its logits are of shape {logits.shape}, not (3, vocab_size)")
     paged.release()

@@ -128,7 +128,7 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved(path: Path, **fields: Any) -> Path:
     vocab_size = embedded().config["vocab_size"]
-    config = tiny_config("llama", vocab_size=vocab_size, num_hidden_layers=2, **fields)
+    config = tiny_config("llama", vocab_size=vocab_size, **{"num_hidden_layers": 2, **fields})
     save_tiny(path, config)
     whole = tiny_model(config)
     write_mlx(path.parent / "first", random_layers(whole, 1, names=LINEAR), scale=0.5)
@@ -164,6 +164,18 @@ def other(one_head: Path) -> Iterator[Driver]:
         follower.process.communicate()
 
 
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("ranks") / "model", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def stages(three_layers: Path) -> Iterator[Driver]:
+    """An engine whose ranks have two layers and one."""
+    with started(three_layers, {**OPTIONS, "pipeline_parallel_size": 2}) as driver:
+        yield driver
+
+
 @contextlib.contextmanager
 def started(model: Path, options: dict[str, Any], **environment: str) -> Iterator[Driver]:
     driver = Driver(model, options, **environment)
@@ -187,14 +199,24 @@ def test_two_ranks_give_the_tokens_of_one(model: Path, two: Driver) -> None:
 
     In float32 with random weights no two tokens are so close that the order of a sum decides.
     """
-    wanted = alone(model, OPTIONS)
-    found = two.answers
+    wanted, found = alone(model, OPTIONS), two.answers
+    check_answers(wanted, found)
+    assert found["num_kv_heads"] * 2 == wanted["num_kv_heads"]
+
+
+def test_layers_on_two_ranks_give_the_tokens_of_one(three_layers: Path, stages: Driver) -> None:
+    """The same workload, in a pipeline."""
+    wanted, found = alone(three_layers, OPTIONS), stages.answers
+    check_answers(wanted, found)
+    assert (found["num_pools"], wanted["num_pools"]) == (4, 6)
+
+
+def check_answers(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     assert wanted["preemptions"] > 0 and wanted["hits"] > 0 and wanted["recoveries"] == 1
     assert wanted["adapter_evictions"] > 0
     for name in ("tokens", "finish_reasons", "preemptions", "hits", "recoveries"):
         assert found[name] == wanted[name], name
     assert found["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-4)
-    assert found["num_kv_heads"] * 2 == wanted["num_kv_heads"]
     assert found["foreign"] == {}, "steps are whole programs, their collectives included"
 
 
@@ -224,12 +246,14 @@ def check_quantized(model: Path, found: dict[str, Any]) -> None:
     assert found["num_kv_heads"] == 1
 
 
-def test_a_killed_rank_ends_all_with_the_reason(two: Driver) -> None:
-    two.generate()
-    os.kill(two.pids[0], signal.SIGKILL)
-    assert two.process.wait(SECONDS) != 0
-    assert "rank 1 of 2 was ended by SIGKILL" in two.errors()
-    wait_for_end(two.pids)
+@pytest.mark.parametrize("kind", ["two", "stages"])
+def test_a_killed_rank_ends_all_with_the_reason(kind: str, request: pytest.FixtureRequest) -> None:
+    driver: Driver = request.getfixturevalue(kind)
+    driver.generate()
+    os.kill(driver.pids[0], signal.SIGKILL)
+    assert driver.process.wait(SECONDS) != 0
+    assert "rank 1 of 2 was ended by SIGKILL" in driver.errors()
+    wait_for_end(driver.pids)
 
 
 def test_no_rank_outlives_a_killed_rank_0(other: Driver) -> None:
@@ -255,9 +279,13 @@ def test_what_does_not_run_on_several_ranks_is_refused_by_name() -> None:
             f"{name} must be {expected} where tensor_parallel_size is above 1"
         )
         EngineConfig(**{name: value})
-    for name, value in (("tensor_parallel_size", 0), ("pipeline_parallel_size", 2)):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         with pytest.raises(InvalidParameterError, match=f"^{name} must be"):
-            EngineConfig(**{name: value})
+            EngineConfig(**{name: 0})
+    with pytest.raises(InvalidParameterError, match="1 where tensor_parallel_size is above 1"):
+        EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    with pytest.raises(InvalidParameterError, match="where pipeline_parallel_size is above 1"):
+        EngineConfig(pipeline_parallel_size=2, kv_offloading_size=1.0)
 
 
 def test_a_loaded_model_cannot_be_divided() -> None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import _get_classes
 from support.models import tiny_config, tiny_model
+from support.pipelined import OneOf
 from support.ports import free_ports
 
 from mlx_paged.errors import UnsupportedModelError
@@ -27,19 +28,6 @@ TESTS = Path(__file__).parents[1]
 TOLERANCE = 1e-4
 # One of each kind of attention and of experts; the others take `make test-long`.
 SOME = ["qwen2", "gpt_oss", "deepseek_v3", "qwen3_5", "minimax", "llama 4 bit", "qwen3_moe 4 bit"]
-
-
-class OneOf:
-    """Stands for a group whose other ranks do not exist."""
-
-    def __init__(self, size: int, rank: int = 0) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
 
 
 def shardable() -> list[str]:

@@ -105,6 +105,7 @@ def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
         "recoveries": stats.num_recoveries,
         "foreign": dict(stats.compilation.foreign),
         "num_kv_heads": engine._runner.model.layout.attention[0].num_kv_heads,
+        "num_pools": len(engine._runner.model.pools()),
         "accepted": 0 if stats.spec_decoding is None else stats.spec_decoding.num_accepted_tokens,
     }
 

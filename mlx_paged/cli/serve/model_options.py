@@ -67,7 +67,15 @@ class ModelOptions:
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, option(_MODEL, "Only 1: --tensor-parallel-size divides every layer.", min=1)
+        int,
+        option(
+            _MODEL,
+            "Give each of this many devices some of the layers, which saves memory, not time.",
+            "--pipeline-parallel-size",
+            "-pp",
+            min=1,
+            callback=follow_first,
+        ),
     ] = 1
     chat_template: Annotated[
         str | None,

@@ -27,6 +27,8 @@ from mlx_paged.engine.ranks.messages import (
     StepReader,
 )
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.model.loader import Shard
+from mlx_paged.model.pipeline import divide_layers
 from mlx_paged.model.sharding import shard
 
 # Seconds without a message after which a fault of the newest step is looked for.
@@ -54,14 +56,14 @@ class FollowRunner(ModelRunner):
         """Runs the model as rank 0 does, and takes the tokens that rank 0 chooses."""
         self._copy_blocks(batch)
         rows = self._step_rows(batch)
-        logits, pools, _, _ = self._forward(batch, rows, previous)
+        logits, pools, _, taps = self._forward(batch, rows, previous)
         chosen = mx.zeros((rows.num_sampled,), dtype=mx.int32)
         if rows.num_sampled:
             # After the collectives of the model, as on rank 0.
             [chosen] = mx.depends([chosen], [logits])
             chosen = mx.distributed.all_sum(chosen, group=self._collective)
         wanted = [logits] if len(rows.wanted) else []
-        mx.async_eval(*wanted, chosen, *pools)  # type: ignore[no-untyped-call]
+        mx.async_eval(*wanted, chosen, *pools, *taps)  # type: ignore[no-untyped-call]
         return LaunchedStep(batch, chosen, pools[-1], chosen, pools_before)
 
 
@@ -120,7 +122,17 @@ def start_fields(model: object, dtype: str, config: EngineConfig) -> dict[str, o
     options["kv_cache_dtype_skip_layers"] = list(config.kv_cache_dtype_skip_layers)
     path = None if model is None else str(model)
     orders_all = config.speculative_config is not None
-    return {"model": path, "dtype": dtype, "options": options, "orders_all": orders_all}
+    in_stages = config.pipeline_parallel_size > 1
+    return {
+        **{"model": path, "dtype": dtype, "options": options},
+        **{"orders_all": orders_all, "in_stages": in_stages},
+    }
+
+
+def divided_among(collective: mx.distributed.Group, *, in_stages: bool) -> Shard:
+    """Returns what keeps this rank's part of a model: of every layer, or of the layers."""
+    divide = divide_layers if in_stages else shard
+    return lambda model, config: divide(model, config, collective)
 
 
 def _runner(fields: object, collective: mx.distributed.Group) -> FollowRunner:
@@ -128,7 +140,7 @@ def _runner(fields: object, collective: mx.distributed.Group) -> FollowRunner:
     model = load(
         fields["model"],
         dtype=fields["dtype"],
-        shard=lambda model, config: shard(model, config, collective),
+        shard=divided_among(collective, in_stages=fields["in_stages"]),
     )
     config = resolve(model, EngineConfig(runner="generate", **fields["options"]))
     paged, _, max_model_len = prepare_model(model, config)

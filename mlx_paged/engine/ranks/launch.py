@@ -50,12 +50,18 @@ def launched_rank() -> int | None:
     return int(rank) if rank.isdecimal() else None
 
 
-def join(environment: Mapping[str, str], backend: str) -> mx.distributed.Group:
-    """Connects this process to the other ranks. Waits until all have joined."""
+def join(
+    environment: Mapping[str, str], backend: str, option: str = "tensor_parallel_size"
+) -> mx.distributed.Group:
+    """Connects this process to the other ranks. Waits until all have joined.
+
+    Args:
+        option: The option that asks for them, for errors.
+    """
     global _is_joined
     if _is_joined:
         expected = "1 in a process that has had an engine of several ranks"
-        raise InvalidParameterError("tensor_parallel_size", expected, "more")
+        raise InvalidParameterError(option, expected, "more")
     _is_joined = True
     with _environment(environment):
         group = mx.distributed.init(strict=True, backend=backend)
@@ -67,8 +73,11 @@ def join(environment: Mapping[str, str], backend: str) -> mx.distributed.Group:
 # --- Processes on this machine --------------------------------------------------------------------
 
 
-def start(size: int) -> tuple[list[Follower], dict[str, str], str]:
+def start(size: int, option: str) -> tuple[list[Follower], dict[str, str], str]:
     """Starts the other ranks on this machine.
+
+    Args:
+        option: The option that asks for them, for errors.
 
     Returns:
         The other ranks; and the environment and the back end with which rank 0 must `join` them.
@@ -83,7 +92,7 @@ def start(size: int) -> tuple[list[Follower], dict[str, str], str]:
         backend, devices = "nccl", visible_gpus()
         if len(devices) < size:
             expected = f"at most {len(devices)}, the number of visible GPUs"
-            raise InvalidParameterError("tensor_parallel_size", expected, size)
+            raise InvalidParameterError(option, expected, size)
         [port] = _free_ports(1)
         common = {"NCCL_HOST_IP": _LOOPBACK, "NCCL_PORT": str(port), "MLX_WORLD_SIZE": str(size)}
     else:

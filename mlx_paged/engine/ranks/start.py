@@ -16,7 +16,6 @@ from mlx_paged.engine.ranks.messages import START, Message
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
-from mlx_paged.model.sharding import shard
 
 
 def make_engine(
@@ -27,7 +26,7 @@ def make_engine(
     generation_config: Mapping[str, Any] | None = None,
     on_kernel: OnKernel | None = None,
 ) -> Engine:
-    """Loads a model and makes its engine; with `tensor_parallel_size`, on that many ranks.
+    """Loads a model and makes its engine, on as many ranks as its options ask for.
 
     Under `mlx.launch`, only rank 0 returns: the others follow it, and then end.
 
@@ -40,15 +39,15 @@ def make_engine(
         EngineDeadError: Another rank failed meanwhile.
         ModelLoadError, UnsupportedModelError: See `mlx_paged.load`.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         if not isinstance(model, LoadedModel):
             model = load(model, dtype=dtype, generation_config=generation_config)
         return Engine(model, config, on_kernel=on_kernel)
     if isinstance(model, LoadedModel):
         expected = "1 for a model that is loaded already"
-        raise InvalidParameterError("tensor_parallel_size", expected, config.tensor_parallel_size)
-    follow_if_launched(config.tensor_parallel_size)
-    ranks = _ranks(config.tensor_parallel_size)
+        raise InvalidParameterError(config.ranks_option, expected, config.num_ranks)
+    follow_if_launched(config.num_ranks)
+    ranks = _ranks(config)
     try:
         with ranks.group.operation():
             return _make(ranks, model, config, dtype, generation_config, on_kernel)
@@ -68,7 +67,7 @@ def _make(
     generation_config: Mapping[str, Any] | None,
     on_kernel: OnKernel | None,
 ) -> Engine:
-    from mlx_paged.engine.ranks.follow import start_fields
+    from mlx_paged.engine.ranks.follow import divided_among, start_fields
 
     fields = start_fields(model, dtype, config)
     ranks.group.send(Message(START, fields).encode())
@@ -76,25 +75,26 @@ def _make(
         model,
         dtype=dtype,
         generation_config=generation_config,
-        shard=lambda model, config: shard(model, config, ranks.collective),
+        shard=divided_among(ranks.collective, in_stages=config.pipeline_parallel_size > 1),
     )
     engine = Engine(loaded, config, on_kernel=on_kernel, ranks=ranks)
     close_with(engine, ranks.group)
     return engine
 
 
-def _ranks(size: int) -> Ranks:
+def _ranks(config: EngineConfig) -> Ranks:
+    size, option = config.num_ranks, config.ranks_option
     if launch.launched_rank() is not None:
-        collective = launch.join({}, "any")
+        collective = launch.join({}, "any", option)
         if collective.size() != size:
             expected = f"{collective.size()}, the number of processes of mlx.launch,"
-            raise InvalidParameterError("tensor_parallel_size", expected, size)
+            raise InvalidParameterError(option, expected, size)
         return Ranks(Group(launch.accept(collective)), collective)
-    followers, environment, backend = launch.start(size)
+    followers, environment, backend = launch.start(size, option)
     group = Group(followers)
     try:
         with group.operation():
-            collective = launch.join(environment, backend)
+            collective = launch.join(environment, backend, option)
     except BaseException:
         group.close()
         raise
