@@ -108,6 +108,7 @@ bench: $(INSTALLED_TESTS)
 	$(BIN)/python bench/generate.py
 	$(BIN)/python bench/engine.py
 	$(BIN)/python bench/host_time.py
+	$(BIN)/python bench/server_host.py --save
 
 # On a Mac: build, tests on its GPU, kernels against its copy bandwidth. JSON and Markdown are written
 # to bench/results, to be sent in.

@@ -205,6 +205,13 @@ class Request:
     def is_finished(self) -> bool:
         return bool(self.sequences) and self.num_unfinished == 0
 
+    def release(self) -> None:
+        """Lets go of its finished sequences, which refer to it.
+
+        Otherwise their tokens stay in memory until the garbage collector visits everything.
+        """
+        self.sequences, self.prompt_source = [], None
+
 
 def _token_array(token_ids: SequenceOf[int]) -> array[int]:
     """Returns a prompt's tokens as an array of `TOKEN_TYPE`; such an array is returned as is."""

@@ -159,7 +159,7 @@ class RequestState:
 
     Attributes:
         params: How to choose tokens and when to stop, or how to pool.
-        request: The scheduler's part.
+        request: The scheduler's part, until all sequences have ended.
         output: The caller's output.
         sink: Receives its updates; None if only `Engine.step` returns them.
     """
@@ -443,7 +443,10 @@ class OutputProcessor:
             logger.exception("the end of request %r was not delivered", seq.request.request_id)
 
     def _forget(self, state: RequestState) -> None:
-        self.request_states.pop(state.output.request_id, None)
+        if self.request_states.pop(state.output.request_id, None) is not None:
+            # The request refers to the state, too: no reference cycle may keep its tokens.
+            state.request.release()
+            del state.request
 
     def _record(
         self, update: SequenceUpdate, seq: Sequence, answer: AnswerState

@@ -23,7 +23,7 @@ MAX_UPDATES = 512
 _TURN = 0.002
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SequenceDelta:
     """The gain of one sequence since its reader last looked: a token, or more if it was slow.
 

@@ -169,8 +169,10 @@ class CompletionAdapter(OpenAIAdapter):
     def piece(self, piece: Piece) -> Iterable[bytes]:
         piece = self._asked(piece)
         if self._echoes and not piece.num_before:
-            yield from self._echo_events(piece)
-        yield from super().piece(piece)
+            # The log-probabilities of the prompt come first: each has its offset in the text.
+            echo = list(self._echo_events(piece))
+            return itertools.chain(echo, super().piece(piece))
+        return super().piece(piece)
 
     def keepalive(self) -> Iterable[bytes]:
         choice: responses.CompletionChoice = {

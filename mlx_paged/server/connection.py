@@ -70,7 +70,7 @@ class TimeoutProtocol(HttpToolsProtocol):
         self._deadline.set(self.head_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._deadline.clear()
+        self._deadline.close()
         if self._look is not None:
             self._look.cancel()
         self.idle_since = None

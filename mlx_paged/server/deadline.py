@@ -34,6 +34,15 @@ class Deadline:
             self._handle.cancel()
             self._handle = None
 
+    def close(self) -> None:
+        """Clears it for good, and lets go of the callee, which usually refers to the deadline."""
+        self.clear()
+        self._on_passed = _nothing
+
     def _pass(self) -> None:
         self._handle = None
         self._on_passed()
+
+
+def _nothing() -> None:
+    pass

@@ -87,11 +87,16 @@ class Piece:
     def add(self, delta: SequenceDelta) -> None:
         """Adds a delta of the engine."""
         for update in delta.updates:
-            for token, text in update.tokens():
-                self.texts.append(text)
-                if token is not None:
-                    self.token_ids.append(token)
-            self.logprobs += update.reports or ()
+            if len(update.token_ids) == 1:  # A fast path for most updates.
+                self.texts.append(update.text)
+                self.token_ids += update.token_ids
+            else:
+                for token, text in update.tokens():
+                    self.texts.append(text)
+                    if token is not None:
+                        self.token_ids.append(token)
+            if update.reports:
+                self.logprobs += update.reports
         if update.finish_reason is not None:
             self.finish_reason = cast(Reason, update.finish_reason.value)
             self.stop_reason = update.stop_reason
@@ -312,7 +317,9 @@ class Generation:
         """
         first = delta.updates[0]
         key = first.request_id, first.index
-        count = sum(len(update.token_ids) for update in delta.updates)
+        count = len(first.token_ids)
+        for update in delta.updates[1:]:
+            count += len(update.token_ids)
         if count:
             now, metrics = time.monotonic(), self.context.metrics
             if self._budget is not None:
@@ -321,8 +328,9 @@ class Generation:
             if self._first is None:
                 self._first = now
                 metrics.time_to_first_token.observe(now - self._started)
-            if key in self._last:
-                metrics.tokens(now - self._last[key], count)
+            last = self._last.get(key)
+            if last is not None:
+                metrics.tokens(now - last, count)
             elif count > 1:
                 metrics.tokens(0.0, count - 1)  # they came together
             self._last[key] = now

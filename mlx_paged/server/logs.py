@@ -95,7 +95,7 @@ def configure(level: str = "info", style: str = "text", file: Path | None = None
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
-    for name in ("httpx", "httpcore", "asyncio", "sse_starlette"):
+    for name in ("httpx", "httpcore", "asyncio"):
         logging.getLogger(name).setLevel(max(logging.INFO, root.level))
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, root.level))
     _redirect_library_loggers()

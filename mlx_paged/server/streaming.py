@@ -11,9 +11,8 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
-    Awaitable,
-    Callable,
     Coroutine,
     Iterable,
     Mapping,
@@ -21,33 +20,22 @@ from collections.abc import (
 )
 from typing import Any, TypeVar
 
-import anyio
 from pydantic_core import to_json
-from sse_starlette.event import ServerSentEvent
-from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
 
-from mlx_paged.server import responses
+from mlx_paged.server import responses, stream_response
 from mlx_paged.server.bodies import GenerationBody
-from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.stream_response import EventStream, LineStream
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Streams are drained at shutdown (see `run`), not cut.
-AppStatus.enable_automatic_graceful_drain = False
-
 #: The header that names the parts of a schema that are not enforced.
 RELAXED = "X-Structured-Outputs-Relaxed"
-
-#: Seconds between comments that keep an idle connection open, for proxies.
-_PING_INTERVAL = 15
 
 # Bytes that are serialised at a stretch, and of an answer that is held until it is complete.
 _PIECE_SIZE = 1 << 15
@@ -72,7 +60,7 @@ class Adapter(ABC):
     """
 
     done = b""
-    ping: ServerSentEvent | None = None
+    ping: bytes | None = None
     lines = False
 
     def __init__(self, generation: Generation) -> None:
@@ -214,18 +202,20 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _pieces(generation: Generation) -> AsyncIterator[Piece | None]:
-    """The pieces of a generation; with ``--stream-keepalive-deltas`` None for each
-    `_PING_INTERVAL` without one."""
+def _pieces(generation: Generation) -> AsyncIterator[Piece | None]:
+    """The pieces of a generation; with ``--stream-keepalive-deltas`` None for each `PING_INTERVAL`
+    without one."""
     pieces = generation.pieces()
-    if not generation.context.config.stream_keepalive_deltas:
-        async for piece in pieces:
-            yield piece
-        return
+    if generation.context.config.stream_keepalive_deltas:
+        return _with_silences(pieces)
+    return pieces
+
+
+async def _with_silences(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece | None]:
     waiting = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:
-            done, _ = await asyncio.wait({waiting}, timeout=_PING_INTERVAL)
+            done, _ = await asyncio.wait({waiting}, timeout=stream_response.PING_INTERVAL)
             if not done:
                 yield None
                 continue
@@ -239,7 +229,7 @@ async def _pieces(generation: Generation) -> AsyncIterator[Piece | None]:
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
+async def events_of(adapter: Adapter) -> AsyncGenerator[bytes]:
     """The events of an adapter's stream, errors included."""
     trace = adapter.generation.trace
     try:
@@ -268,108 +258,6 @@ async def events_of(adapter: Adapter) -> AsyncIterator[bytes]:
         yield adapter.failed(failed(trace.request_id))
     if adapter.done:
         yield adapter.done
-
-
-class _Reader:
-    """Watches that a client reads a stream: drops one that takes nothing for `read_timeout`.
-
-    Args:
-        trace: The log of the request that the stream answers, or that reads it.
-    """
-
-    def __init__(self, trace: RequestLog, config: ServerConfig) -> None:
-        self._trace = trace
-        self._patience = config.read_timeout
-        self._sending_since: float | None = None
-
-    async def send(self, send: Send, stream: Callable[[Send], Awaitable[None]]) -> None:
-        """Runs a stream, whose messages go to `send`."""
-
-        async def noted_send(message: Message) -> None:
-            if self._sending_since is None:  # A ping may wait next to a chunk.
-                self._sending_since = time.monotonic()
-            await send(message)
-            self._sending_since = None
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._watch, group.cancel_scope)
-            await stream(noted_send)
-            group.cancel_scope.cancel()
-
-    async def _watch(self, stream: anyio.CancelScope) -> None:
-        while True:
-            await anyio.sleep(self._patience / 4)
-            since = self._sending_since
-            if since is not None and time.monotonic() - since > self._patience:
-                self._trace.fields["error"] = "the client did not read"
-                request_id = self._trace.request_id
-                logger.warning("a client did not read", extra={"request_id": request_id})
-                stream.cancel()
-                return
-
-
-_NOT_STORED = {"Cache-Control": "no-store"}
-
-
-class EventStream(EventSourceResponse):
-    """Server-sent events. Drops a client that reads none for `read_timeout`.
-
-    Args:
-        trace: The log of the request that the events answer, or that reads them.
-        ping: Sent at intervals while the stream is silent; None sends a comment.
-    """
-
-    def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        trace: RequestLog,
-        config: ServerConfig,
-        *,
-        ping: ServerSentEvent | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._reader = _Reader(trace, config)
-        super().__init__(
-            events,
-            ping=_PING_INTERVAL,
-            ping_message_factory=(lambda: ping) if ping is not None else None,
-            sep="\n",
-            headers={**_NOT_STORED, **(headers or {})},
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["filler"] = b":\n\n"  # see `server.connection`
-        stream = super().__call__
-        await self._reader.send(send, lambda noted_send: stream(scope, receive, noted_send))
-
-    async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        # A timeout for each chunk cost more than making the chunk: `_Reader` polls instead.
-        await send(message)
-
-
-class LineStream(StreamingResponse):
-    """JSON objects, each on a line. Drops a client that reads none for `read_timeout`.
-
-    Args:
-        trace: The log of the request that the lines answer.
-    """
-
-    def __init__(
-        self,
-        lines: AsyncIterator[bytes],
-        trace: RequestLog,
-        config: ServerConfig,
-        *,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._reader = _Reader(trace, config)
-        super().__init__(
-            lines, media_type="application/x-ndjson", headers={**_NOT_STORED, **(headers or {})}
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = super().__call__
-        await self._reader.send(send, lambda noted_send: stream(scope, receive, noted_send))
 
 
 def sse(body: Mapping[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.server_helpers import RunningServer, drained, running
 
-from mlx_paged.server import connection, streaming
+from mlx_paged.server import connection, stream_response
 
 PROMPT = "def is_even(n: int) -> bool:\n"
 BODY = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -104,7 +104,7 @@ def test_a_client_that_has_left_is_noticed(server, monkeypatch, stream, when) ->
 
 def test_a_stream_that_waits_is_given_up_where_it_waits(monkeypatch) -> None:
     """Nothing of it comes that would show that its client has left."""
-    monkeypatch.setattr(streaming, "_PING_INTERVAL", 600)
+    monkeypatch.setattr(stream_response, "PING_INTERVAL", 600)
     with running(max_num_seqs=1) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=300) as first:
             first.sendall(post({**LONG, "n": 1, "stream": True}))

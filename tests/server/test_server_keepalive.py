@@ -13,7 +13,7 @@ from support.responses_helpers import EVENT
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, running
 
-from mlx_paged.server import streaming
+from mlx_paged.server import stream_response
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.generation import Generation, Piece
 
@@ -30,7 +30,7 @@ def test_empty_deltas_come_in_the_form_of_each_api(monkeypatch) -> None:
             yield piece
 
     monkeypatch.setattr(Generation, "pieces", held)
-    monkeypatch.setattr(streaming, "_PING_INTERVAL", 0.05)
+    monkeypatch.setattr(stream_response, "PING_INTERVAL", 0.05)
 
     def is_empty_chat(event: dict[str, Any]) -> bool:
         ChatCompletionChunk.model_validate(event)

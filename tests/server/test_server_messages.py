@@ -18,7 +18,7 @@ from support.messages_helpers import ANSWERS, blocks_of, error_of, joined, strea
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
 
-from mlx_paged.server import streaming
+from mlx_paged.server import stream_response
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
@@ -137,7 +137,7 @@ def test_pings_are_events(client, engine, monkeypatch) -> None:
             yield piece
 
     monkeypatch.setattr(Generation, "pieces", held)
-    monkeypatch.setattr(streaming, "_PING_INTERVAL", 0.05)
+    monkeypatch.setattr(stream_response, "PING_INTERVAL", 0.05)
     engine.says("a")
     num_pings = 0
     with client.stream("POST", ANSWERS, json=body_of(stream=True)) as response:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias, cast
 
 from pydantic_core import from_json
-from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -128,7 +127,7 @@ class MessagesAdapter(TurnAdapter):
         is_cut_by_context: True if the client wants more tokens than the context has.
     """
 
-    ping = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
         self,
@@ -226,7 +225,7 @@ class MessagesAdapter(TurnAdapter):
             "usage": self._usage(0, is_begin=True),
         }
         yield _event({"type": "message_start", "message": message})
-        yield self.ping.encode()
+        yield self.ping
 
     def events(self, piece: Piece, events: Sequence[Event]) -> Iterable[bytes]:
         if not self._is_silent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -138,7 +138,7 @@ class BackgroundRun:
                 code="events_not_kept",
             )
 
-    async def follow(self, place: int) -> AsyncIterator[bytes]:
+    async def follow(self, place: int) -> AsyncGenerator[bytes]:
         """Yields its events from a sequence number on, including future ones."""
         self.num_readers += 1
         try:

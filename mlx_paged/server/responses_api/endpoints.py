@@ -42,7 +42,8 @@ from mlx_paged.server.responses_api.items import (
 )
 from mlx_paged.server.responses_api.store import LatestResponse, ResponseStore, Segment
 from mlx_paged.server.served_model import ServedModel
-from mlx_paged.server.streaming import EventStream, events_of, json_response, respond
+from mlx_paged.server.stream_response import EventStream
+from mlx_paged.server.streaming import events_of, json_response, respond
 from mlx_paged.server.turn import PreparedTurn, Turn, prepare
 
 _MAX_PAGE, _PAGE = 100, 20
