@@ -52,6 +52,8 @@ _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth 
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 # Only attention reads these, so an executable takes them at any size.
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}
+# Nothing reads these on the CPU, so steps of other sequences with as many rows repeat one graph.
+_ANY_SIZE_ON_CPU = {*_ANY_SIZE, "context_lens", "query_starts"}
 
 Pools = list[mx.array]
 
@@ -377,7 +379,9 @@ class GraphRunner:
     def _shape_of(self, tokens: mx.array, step: Step) -> object:
         repeats = self.platform.repeats_steps
         is_compiled_graph = repeats and not self.reads_once(tokens.shape[0])
-        any_size = set() if is_compiled_graph else _ANY_SIZE
+        any_size = _ANY_SIZE if repeats else _ANY_SIZE_ON_CPU
+        if is_compiled_graph:
+            any_size = set()
         # Operations that MLX runs have the stream of the thread that built them.
         stream = None if repeats else repr(mx.default_stream(mx.default_device()))
         return (

@@ -511,3 +511,22 @@ def test_a_graph_is_made_once_for_a_shape() -> None:
     for i in range(12):  # (tables and work grow)
         driver.step({"a": [i], "b": [i]})
     assert len(compiled._graphs) == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "windows", "deepseek_v3", "gpt2"])
+def test_steps_of_as_many_rows_repeat_a_graph_whatever_their_sequences(name: str) -> None:
+    """Drafts make steps of many numbers of sequences and rows, and a graph takes time to make."""
+    programs, graphs = (driver_of(name).runner.model for _ in range(2))
+    graphs._compiled.refusals.steps = "a test"
+    for query_lens in ([4], [1, 3], [1, 1, 1, 1], [2, 2]):
+        lens = np.array(query_lens, dtype=np.int64)
+        inputs = StepInputs(
+            context_lens=lens,
+            query_lens=lens,
+            tables=[[1 + i] for i in range(len(lens))],
+            logit_rows=np.arange(4),
+        )
+        tokens = mx.array([5, 6, 7, 8])
+        ours, theirs = (np.array(each.forward(tokens, inputs)) for each in (programs, graphs))
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(programs._compiled._graphs) == 1 and not graphs._compiled._graphs

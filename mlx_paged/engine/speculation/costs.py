@@ -65,6 +65,7 @@ class StepCosts:
         per_context: Seconds for each token of context, of a sequence with one row.
         per_row_context: Seconds for each token of context and further row of a sequence.
         context_len: Tokens of context in the measurements of `of_rows`.
+        compiling: Seconds that the first step of another number of rows takes longer.
     """
 
     rows: Sequence[int]
@@ -73,6 +74,7 @@ class StepCosts:
     per_context: float = 0.0
     per_row_context: float = 0.0
     context_len: int = 0
+    compiling: float = 0.0
     _factors: dict[bool, float] = field(default_factory=lambda: {False: 1.0, True: 1.0})
 
     def seconds(self, num_rows: int, num_seqs: int, context_len: float) -> float:
@@ -130,30 +132,32 @@ def measure(
     short = min(_SHORT_CONTEXT, max_context_len or _SHORT_CONTEXT)
     long = min(_LONG_CONTEXT, max_context_len or _LONG_CONTEXT)
     measured: list[tuple[int, float, float]] = []
+    compiling: list[float] = []
     tokens = np.random.default_rng(0).permutation(num_tokens).astype(np.uint32)
 
-    def seconds(num_seqs: int, num_rows: int, context_len: int) -> float:
-        best = float("inf")
-        for repeat in range(_REPEATS + 1):
+    def seconds(num_seqs: int, num_rows: int, context_len: int) -> tuple[float, float]:
+        """Of the first step, and of the fastest one after it."""
+        times: list[float] = []
+        while len(times) < 2 or (len(times) <= _REPEATS and clock() - start < _MAX_SECONDS):
             before = clock()
             step = _step(runner, tokens, num_seqs, num_rows, context_len)
             runner.read(runner.launch(step, None))
-            if repeat or clock() - start > _MAX_SECONDS:  # The first one compiles.
-                best = min(best, clock() - before)
-        return best
+            times.append(clock() - before)
+        return times[0], min(times[1:])
 
     try:
         for rows in _ROWS:
             if rows > max(short, 1) or (len(measured) > 2 and clock() - start > _MAX_SECONDS):
                 break
-            alone = seconds(1, rows, short)
-            together = seconds(rows, 1, short) if rows <= max_num_seqs else alone
+            first, alone = seconds(1, rows, short)
+            compiling.append(max(0.0, first - alone))
+            together = seconds(rows, 1, short)[1] if 1 < rows <= max_num_seqs else alone
             measured.append((rows, alone, together))
         per_context = per_row = 0.0
         if long > short:
             one, few = measured[0], measured[min(3, len(measured) - 1)]
-            per_context = max(0.0, seconds(1, 1, long) - one[1]) / (long - short)
-            longer = max(0.0, seconds(1, few[0], long) - few[1]) / (long - short)
+            per_context = max(0.0, seconds(1, 1, long)[1] - one[1]) / (long - short)
+            longer = max(0.0, seconds(1, few[0], long)[1] - few[1]) / (long - short)
             per_row = max(0.0, longer - per_context) / max(1, few[0] - 1)
     except Exception as error:
         logger.warning("the cost of drafts could not be measured: %s", reason_of(error))
@@ -162,6 +166,8 @@ def measure(
         runner.reset()
     rows_of, alone_of, together_of = zip(*measured)
     costs = StepCosts(rows_of, alone_of, together_of, per_context, per_row, short)
+    if runner.model.platform.on_cpu:  # A GPU has compiled all steps that requests may have.
+        costs.compiling = float(np.median(compiling))
     logger.info(
         "speculation: a step of 1, 4 and 8 rows takes %.1f, %.1f and %.1f ms",
         *(1e3 * costs.seconds(rows, 1, short) for rows in (1, 4, 8)),

@@ -18,8 +18,8 @@ _UNKNOWN = 0.6
 _MOST_SHARE = 16.0
 _WEIGHT = 0.1
 _MAX_RATIO = 3.0
-# Steps of a size that compile, and are not counted.
-_NUM_COMPILING = 1
+# Steps of a number of rows among which the time of compiling it is divided.
+_NUM_REPEATS = 8
 
 
 class LearnedCosts:
@@ -35,7 +35,7 @@ class LearnedCosts:
         # (size of the number of sequences, size of that of drafts) -> share
         self._shares: dict[tuple[int, int], float] = {}
         self._num_seen: Counter[tuple[int, int]] = Counter()  # likewise
-        self._num_steps: Counter[int] = Counter()  # by rows
+        self._compiled = set[int]() if measured is None else set(measured.rows)  # rows
         self._found: dict[int, float] = {}  # seconds by number of sequences, until one is observed
 
     def seconds(self, num_rows: int, num_seqs: int, context_len: float) -> float:
@@ -51,12 +51,17 @@ class LearnedCosts:
         num_drafts = num_rows - num_seqs
         if num_drafts <= 0:
             return plain
-        return plain * (1 + self._share(num_seqs, num_drafts) * num_drafts / num_seqs)
+        seconds = plain * (1 + self._share(num_seqs, num_drafts) * num_drafts / num_seqs)
+        if self._measured is not None and num_rows not in self._compiled:
+            seconds += self._measured.compiling / _NUM_REPEATS
+        return seconds
 
     def observe(self, num_rows: int, num_seqs: int, context_len: float, seconds: float) -> None:
         """Learns from a step."""
         self._found.clear()
         size, num_drafts = _size(num_seqs), num_rows - num_seqs
+        compiles = num_rows not in self._compiled
+        self._compiled.add(num_rows)
         if num_drafts <= 0:
             known = self._plain.get(num_seqs)
             if known is not None:
@@ -64,9 +69,8 @@ class LearnedCosts:
                 seconds = known * (1 + _WEIGHT * (ratio - 1))
             self._plain[num_seqs] = seconds
             return
-        self._num_steps[num_rows] += 1
         plain = self.seconds(num_seqs, num_seqs, context_len)
-        if not self._plain or self._num_steps[num_rows] <= _NUM_COMPILING:
+        if not self._plain or compiles:
             return
         found = (seconds / plain - 1) * num_seqs / num_drafts
         found = min(max(found, 0.0), _MOST_SHARE)

@@ -321,7 +321,7 @@ class Speculator:
             counts[i] += 1
         self._gain += _GAIN_WEIGHT * (best / plain - self._gain)
         is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
-        self.is_active = is_worth_it and self._ledger.is_open and not self._is_broken
+        self.is_active = is_worth_it and self._ledger.balance > 0 and not self._is_broken
         return counts
 
     @property
@@ -408,15 +408,15 @@ class Speculator:
         costs, num_seqs = self._costs, batch.num_seqs
         assert costs is not None
         context_len = sum(batch.starts) / num_seqs
+        has_prompts = batch.num_tokens > num_seqs + sum(batch.num_drafts)
         # Without drafts, steps do not overlap while drafts may come, so they say nothing.
-        if batch.has_drafts or not self.is_active:
+        if not has_prompts and (batch.has_drafts or not self.is_active):
             costs.observe(batch.num_tokens, num_seqs, context_len, seconds - drafting)
         plain = costs.seconds(num_seqs, num_seqs, context_len)
         self._ledger.passed(seconds / plain)
-        has_prompts = batch.num_tokens > num_seqs + sum(batch.num_drafts)
         if self.is_active and not has_prompts:
             self._ledger.saved(sum(map(len, token_ids)) / num_seqs - seconds / plain)
-            if not self._ledger.is_open:
+            if self._ledger.balance <= 0:
                 self.is_active, self._gain = False, 1.0
         self._step_seconds = plain
 
