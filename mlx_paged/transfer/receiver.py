@@ -50,6 +50,7 @@ class Incoming:
         failure: Why no more blocks come; None while they do, and once all have come.
         num_waiting_bytes: Bytes that have arrived and are not taken yet.
         num_blocks, num_bytes: Blocks that have arrived, and their bytes.
+        seconds: Time from the question to the last block; None until all have arrived.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Incoming:
         self.request = request
         self.failure: str | None = None
         self.num_waiting_bytes = self.num_blocks = self.num_bytes = 0
+        self.seconds: float | None = None
         self._numbers = numbers
         self._block_bytes = block_bytes
         self._take_buffer = take_buffer
@@ -138,6 +140,7 @@ class Incoming:
             if self._is_cancelled:
                 return None
             self.failure = failure
+            self.seconds = None if failure is not None else time.monotonic() - began
             self._is_complete = failure is None
         self._on_change()
         return failure

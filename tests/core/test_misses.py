@@ -64,6 +64,18 @@ def test_what_a_client_is_told_has_no_other_prompts() -> None:
     assert str(other) == "never_seen: 80 tokens, unlike any prompt before"
 
 
+def test_a_client_is_told_nothing_about_other_machines() -> None:
+    prompt = array("I", A)
+    miss = PromptHistory().note(
+        prompt, None, None, num_cached=8, transfer_failure="10.0.0.7 is gone", block_size=8
+    )
+    assert miss is not None and miss.reason is MissReason.TRANSFER
+    assert str(miss) == "transfer: 10.0.0.7 is gone; 8 came from the cache"
+    assert str(miss.for_client()) == (
+        "transfer: another server was to compute it; 8 came from the cache"
+    )
+
+
 def test_answers_count_and_the_oldest_is_forgotten() -> None:
     history, tokens = PromptHistory(), array("I", A)
     history.note(tokens, None, None, num_cached=0, block_size=8)

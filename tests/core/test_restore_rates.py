@@ -108,6 +108,20 @@ def test_a_refused_level_is_tried_again() -> None:
     assert 20 < count < 40
 
 
+def test_another_engine_may_take_a_few_times_as_long() -> None:
+    rates = rates_of()  # a token takes some time here
+    computed = rates._computed.seconds
+    assert computed is not None and rates.pays_remotely()
+    rates.note_remote(LEAST_TOKENS - 1, 1e9)
+    assert rates.pays_remotely()  # too little is known
+    rates = rates_of()
+    rates.note_remote(1 << 16, 3 * (1 << 16) * computed)
+    assert rates.pays_remotely()
+    rates.note_remote(1 << 15, 9 * (1 << 15) * computed)
+    refused = [not rates.pays_remotely() for _ in range(100)]
+    assert refused[0] and 20 < refused.index(False) < 40  # tried again
+
+
 def test_old_measurements_are_forgotten() -> None:
     rates = rates_of(memory=100.0)
     for _ in range(200):

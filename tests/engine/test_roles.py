@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -308,6 +312,51 @@ def test_a_prefill_engine_that_dies_costs_only_time(pair: Pair, expected: list[i
     for prompt, reason in zip(others, ("refused", "failed a moment ago")):
         later = pair.answer(prompt, GREEDY, "later")
         assert reason in str(later.cache_miss)
+
+
+def test_a_server_that_is_killed_in_the_middle(tmp_path: Path, expected: list[int]) -> None:
+    secret, port = tmp_path / "secret", free_port()
+    secret.write_bytes(SECRET)
+    address = f"127.0.0.1:{port}"
+    options = ["--role", "prefill", "--prefill-address", address, "--dtype", "float32"]
+    options += ["--prefill-secret-file", str(secret), "--port", str(free_port())]
+    options += ["--block-size", "8", "--max-num-batched-tokens", "8", "--max-num-seqs", "4"]
+    command = [sys.executable, "-m", "mlx_paged", "serve", *options]
+    [prompt] = random_prompts(1000, seed=4)
+    [tokens], _ = answers(make(embedded_twin(), **OPTIONS), [prompt])
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: is_listening(port), "the server did not start")
+        decode = engine_with_role("decode", embedded_twin(), address, tmp_path)
+        output = decode.add_request("one", prompt, GREEDY)
+        restorations = decode._kv.restorations
+        while sum(restoration.num_done for restoration in restorations.values()) < 3:
+            assert decode.has_unfinished
+            decode.step()
+        process.send_signal(signal.SIGSTOP)  # between two blocks, or within one
+        decode.step()
+        assert restorations
+        process.kill()
+        while decode.has_unfinished:
+            decode.step()
+            decode.check_integrity()
+    finally:
+        process.kill()
+        process.wait()
+    assert output.outputs[0].token_ids == tokens
+    assert output.cache_miss is not None and output.cache_miss.reason is MissReason.TRANSFER
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
 
 
 def test_a_prefill_engine_that_repairs_itself(pair: Pair, expected: list[int]) -> None:

@@ -452,6 +452,7 @@ def test_each_replica_gets_its_devices(machine: Any, monkeypatch: pytest.MonkeyP
         ({"has_cuda": True}, "0,1,2", {"tensor_parallel_size": 2}, r"at most 1, .* 2 \(tensor_par"),
         ({}, "", {}, "1 on a Mac, whose GPU is one device but got 2"),
         ({"on_cpu": True}, "", {"allow_runtime_lora_updating": True}, "allow-runtime-lora"),
+        ({"on_cpu": True}, "", {"role": "prefill"}, "1 with --role prefill, which listens on one"),
     ],
 )
 def test_replicas_without_devices_are_refused(

@@ -28,6 +28,9 @@ def environments_of(options: ModelOptions) -> tuple[Mapping[str, str], ...]:
     if options.allow_runtime_lora_updating:
         expected = "1 with --allow-runtime-lora-updating, which changes one replica only"
         raise InvalidParameterError(_FIELD, expected, size)
+    if options.role == "prefill":
+        expected = "1 with --role prefill, which listens on one address"
+        raise InvalidParameterError(_FIELD, expected, size)
     platform = Platform.current()
     if platform.on_cpu:
         return ({} if THREADS in os.environ else {THREADS: threads_of(size * num_ranks)},) * size

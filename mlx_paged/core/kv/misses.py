@@ -52,7 +52,8 @@ class CacheMiss:
     detail: str = ""
 
     def for_client(self) -> CacheMiss:
-        """The same without what other prompts hold, for the sender of this one.
+        """The same without what other prompts hold, and without other machines, for the sender of
+        this one.
 
         Salts keep users apart, so a prompt under another one counts as never seen.
         """
@@ -60,11 +61,12 @@ class CacheMiss:
             return replace(
                 self, reason=MissReason.NEVER_SEEN, num_shared_tokens=0, given=(), earlier=()
             )
-        return replace(self, earlier=())
+        return replace(self, earlier=(), detail="")
 
     def __str__(self) -> str:
-        if self.detail:
-            return f"{self.reason}: {self.detail}; {self.num_cached_tokens:,} came from the cache"
+        if self.reason is MissReason.TRANSFER:
+            why = self.detail or "another server was to compute it"
+            return f"{self.reason}: {why}; {self.num_cached_tokens:,} came from the cache"
         if not self.num_shared_tokens:
             return f"{self.reason}: {self.num_prompt_tokens:,} tokens, unlike any prompt before"
         text = (

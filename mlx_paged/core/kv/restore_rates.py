@@ -11,7 +11,8 @@ measured while the engine works. Until enough is known of both, everything is re
                                                 computed from here on
 
 A level that is refused is not measured meanwhile. Each refusal takes some weight from its past, so
-after a few dozen it is tried again.
+after a few dozen it is tried again. The same holds for another engine that computes prompts, which
+may take a few times as long: the sequences here run on meanwhile.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _MOST_BYTES = 1 << 30
 _MOST_TOKENS = 1 << 16
 # The weight of the past of a level after a refusal.
 _FADING = 0.9
+# Another engine may take this many times as long for a prompt as this one.
+_MOST_SLOWDOWN = 4
 
 
 class Level(StrEnum):
@@ -89,6 +92,7 @@ class RestoreRates:
         self._level_of = level_of
         self._computed = Rate(LEAST_TOKENS, _MOST_TOKENS)
         self._restored = {level: Rate(LEAST_BYTES, _MOST_BYTES) for level in Level}
+        self._remote = Rate(LEAST_TOKENS, _MOST_TOKENS)  # from a prompt's arrival to its last block
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step that computed tokens of prompts, and little else."""
@@ -97,6 +101,19 @@ class RestoreRates:
     def note_restored(self, level: Level, num_bytes: int, seconds: float) -> None:
         """Learns from blocks that came back while nothing else ran."""
         self._restored[level].add(num_bytes, seconds)
+
+    def note_remote(self, num_tokens: int, seconds: float) -> None:
+        """Learns from a prompt that another engine has computed, its waits included."""
+        self._remote.add(num_tokens, seconds)
+
+    def pays_remotely(self) -> bool:
+        """True unless another engine takes too long for a prompt that has arrived. Each refusal
+        counts, so call it once for a prompt."""
+        computed, remote = self._computed.seconds, self._remote.seconds
+        if computed is None or remote is None or remote <= _MOST_SLOWDOWN * computed:
+            return True
+        self._remote.fade(_FADING)
+        return False
 
     def note_refusal(self) -> None:
         """Learns that blocks were computed because of `worth`."""

@@ -170,6 +170,7 @@ class Offloading:
                 self._buffers,
                 self._restorer.arrived.set,
                 self._received,
+                self.rates,
             )
         if self._store is not None:
             self._levels.disk = DiskLevel(

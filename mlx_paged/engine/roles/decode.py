@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mlx_paged.core import KVManager, PrefixQuery, Request
+from mlx_paged.core import KVManager, PrefixQuery, Request, RestoreRates
 from mlx_paged.core.kv.stored import LookUp
 from mlx_paged.core.kv.tree import TOKEN_BYTES
 from mlx_paged.engine.offload.buffers import Buffers
@@ -80,6 +80,7 @@ class RemoteLevel:
         min_tokens: Prompts with fewer tokens to compute are not sent.
         on_change: Called when blocks have arrived, on any thread.
         stats: Counts transfers; it outlives the KV manager.
+        rates: Tells whether the other engine is fast enough.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class RemoteLevel:
         buffers: Buffers,
         on_change: Callable[[], None],
         stats: TransferStats,
+        rates: RestoreRates,
     ) -> None:
         self._identity = identity
         self._kv = kv
@@ -103,6 +105,7 @@ class RemoteLevel:
         self._buffers = buffers
         self._on_change = on_change
         self._stats = stats
+        self._rates = rates
         self._next_number = 0
         self._transfers: dict[int, _Transfer] = {}
         self._by_name: dict[bytes, _Transfer] = {}  # by the digest of the last block
@@ -121,8 +124,10 @@ class RemoteLevel:
             return
         if self._receiver.is_paused:
             request.transfer_failure = "the prefill engine failed a moment ago"
-            return
-        self._start(request, query, names, first_block)
+        elif not self._rates.pays_remotely():
+            request.transfer_failure = "the prefill engine is too slow at the moment"
+        else:
+            self._start(request, query, names, first_block)
 
     def _needed(self, query: PrefixQuery) -> tuple[list[bytes], int]:
         """Returns the digests of a prompt's blocks, and how many of these need not be sent."""
@@ -259,6 +264,9 @@ class RemoteLevel:
             del self._by_name[transfer.names[-1]]
         self._named -= Counter(transfer.names[transfer.views[0].start :])
         self._stats.add(transfer.incoming.num_blocks, transfer.incoming.num_bytes)
+        if transfer.incoming.seconds is not None:
+            num_tokens = len(transfer.views[0]) * self._kv.block_size
+            self._rates.note_remote(num_tokens, transfer.incoming.seconds)
         transfer.incoming.cancel()
 
     def close(self) -> None:
