@@ -433,8 +433,8 @@ def _model_drafter(
     if options.method == "dflash":
         return make_dflash(options, target, paged, masks, max_model_len=max_model_len)
     if options.method == "auto":
-        if config.num_ranks > 1:
-            return None  # A head reads hidden states, which other ranks' graphs do not have.
+        if config.pipeline_parallel_size > 1:
+            return None  # A head reads hidden states of layers that rank 0 does not have.
         return _own_head(options, target, paged, masks, max_model_len)
     if options.method == "mtp":
         return make_mtp(options, target, paged, masks, max_model_len=max_model_len)

@@ -444,7 +444,7 @@ class EngineConfig:
             ("kv_offloading_size", self.kv_offloading_size is not None),
             ("kv_offload_dir", self.kv_offload_dir is not None),
             ("role", self.role is not None),
-            ("speculative_config", method in HEADS),
+            ("speculative_config", method in HEADS and self.pipeline_parallel_size > 1),
         ):
             if is_refused:
                 default = type(self).__dataclass_fields__[name].default

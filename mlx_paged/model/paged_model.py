@@ -89,6 +89,8 @@ class PagedModel:
         platform: The device of the steps.
         repeats_steps: True if repeating decode steps may become graphs, in pools allocated later.
         adapter_layers: The slots for adapters; None before `enable_adapters`.
+        prunes_last_layer: True if the last layer of a step with prompts may leave out rows that are
+            not sampled. All ranks must do the same.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class PagedModel:
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
+        self.prunes_last_layer = True
         self._taps: Taps | None = None
         self._stage: Stage | None = None
         self._activations = "float32"
@@ -256,6 +259,8 @@ class PagedModel:
                 f"hidden states are not read from a model that runs {self.layout.mode}"
             )
         self._taps = Taps(self.model, places, context=self._context, output_rows=self._output_rows)
+        if self._taps.reads_end:
+            self.prunes_last_layer = False
 
     def enter_stage(self, stage: Stage, kept: frozenset[int]) -> None:
         """Limits the model to the layers of one rank; see `model.pipeline`. Call it before
@@ -271,6 +276,7 @@ class PagedModel:
             self.keep_hidden_states()
         self.layout = replace(self.layout, kept=kept)
         self._stage = stage
+        self.prunes_last_layer = False  # All ranks get the hidden states of all rows.
         stage.limit(self.model, self._context)
 
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
@@ -654,7 +660,9 @@ class PagedModel:
     def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
         """For steps of prompts, whose sequences are sampled at their ends."""
         lens, wanted = inputs.query_lens, inputs.logit_rows
-        if not self._attention or not 0 < len(wanted) <= lens.sum() - _MIN_UNSELECTED:
+        if not self.prunes_last_layer or not self._attention:
+            return None
+        if not 0 < len(wanted) <= lens.sum() - _MIN_UNSELECTED:
             return None
         ends = np.cumsum(lens)
         sequences = np.searchsorted(ends, wanted, side="right")
@@ -663,8 +671,6 @@ class PagedModel:
             group_spec.chunk is not None
             or self._bounds(inputs, group_spec) is not None
             or not np.array_equal(ends[sequences] - 1, wanted)
-            or (self._taps is not None and self._taps.reads_end)
-            or self._stage is not None  # All ranks have the hidden states of all rows.
         ):
             return None
         tables = inputs.tables_of(group_spec)

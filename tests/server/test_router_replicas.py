@@ -449,7 +449,8 @@ def test_each_replica_gets_its_devices(machine: Any, monkeypatch: pytest.MonkeyP
     ("fields", "gpus", "options", "said"),
     [
         ({"has_cuda": True}, "0", {}, "at most 1, as 1 GPUs are visible but got 2"),
-        ({"has_cuda": True}, "0,1,2", {"tensor_parallel_size": 2}, r"at most 1, .* 2 \(tensor_par"),
+        ({"has_cuda": True}, "0,1,2", {"tensor_parallel_size": 2}, "at most 1, .* with 2 for"),
+        ({"has_cuda": True}, "0,1,2", {"pipeline_parallel_size": 3}, "at most 1, .* with 3 for"),
         ({}, "", {}, "1 on a Mac, whose GPU is one device but got 2"),
         ({"on_cpu": True}, "", {"allow_runtime_lora_updating": True}, "allow-runtime-lora"),
         ({"on_cpu": True}, "", {"role": "prefill"}, "1 with --role prefill, which listens on one"),

@@ -91,6 +91,7 @@ def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
         if count == _ABORTED_AFTER:
             engine.abort("6")
     stats = engine.stats()
+    drafting = stats.spec_decoding
     return {
         "tokens": {
             output.request_id: [list(a.token_ids) for a in output.outputs]
@@ -106,7 +107,8 @@ def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
         "foreign": dict(stats.compilation.foreign),
         "num_kv_heads": engine._runner.model.layout.attention[0].num_kv_heads,
         "num_pools": len(engine._runner.model.pools()),
-        "accepted": 0 if stats.spec_decoding is None else stats.spec_decoding.num_accepted_tokens,
+        "accepted": 0 if drafting is None else drafting.num_accepted_tokens,
+        "drafts": 0 if drafting is None else drafting.num_draft_tokens,
     }
 
 

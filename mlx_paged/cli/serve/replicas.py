@@ -20,7 +20,8 @@ def environments_of(options: ModelOptions) -> tuple[Mapping[str, str], ...]:
     Raises:
         InvalidParameterError: This machine cannot run the replicas, and why.
     """
-    size, num_ranks = options.data_parallel_size, options.tensor_parallel_size
+    size = options.data_parallel_size
+    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     if size == 1:
         return ({},)
     if launched_rank() is not None:
@@ -38,7 +39,7 @@ def environments_of(options: ModelOptions) -> tuple[Mapping[str, str], ...]:
         raise InvalidParameterError(_FIELD, "1 on a Mac, whose GPU is one device", size)
     devices = visible_gpus()
     if len(devices) < size * num_ranks:
-        ranks = "" if num_ranks == 1 else f" with {num_ranks} (tensor_parallel_size) each"
+        ranks = "" if num_ranks == 1 else f" with {num_ranks} for the ranks of each"
         expected = f"at most {len(devices) // num_ranks}, as {len(devices)} GPUs are visible{ranks}"
         raise InvalidParameterError(_FIELD, expected, size)
     return tuple(

@@ -19,6 +19,7 @@ from mlx_paged.engine.ranks.messages import (
     ADAPTER,
     ADAPTER_LAYER,
     ADAPTER_SLOTS,
+    ALL_ROWS,
     ALLOCATE,
     RESET,
     START,
@@ -94,6 +95,8 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
                 FollowRunner.wait(before)
         elif message.kind == ADAPTER_SLOTS:
             runner.model.enable_adapters(*slots_of(message))
+        elif message.kind == ALL_ROWS:
+            runner.model.prunes_last_layer = False
         elif message.kind == ADAPTER_LAYER:
             layers.read(message)
         elif message.kind == ADAPTER:

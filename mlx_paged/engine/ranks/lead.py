@@ -17,7 +17,7 @@ from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.executor import InProcessExecutor
 from mlx_paged.engine.ranks.adapters import adapter_messages, slots_message
 from mlx_paged.engine.ranks.life import Group
-from mlx_paged.engine.ranks.messages import ALLOCATE, RESET, Message, StepWriter
+from mlx_paged.engine.ranks.messages import ALL_ROWS, ALLOCATE, RESET, Message, StepWriter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.lora import LowRank
@@ -53,6 +53,8 @@ class LeadRunner(ModelRunner):
         self.share_tokens = self._share
         if self.model.adapter_layers is not None:
             self._group.send(slots_message(self.model.adapter_layers).encode())
+        if not self.model.prunes_last_layer:  # A draft head reads all rows.
+            self._group.send(Message(ALL_ROWS).encode())
 
     def allocate(
         self, num_blocks: int | Mapping[KVCacheGroupSpec, int], num_state_slots: int = 0

@@ -27,7 +27,8 @@ _TYPES = ("b", "i", "q", TOKEN_TYPE, "f")  # of columns: int8, int32, int64, uin
 
 START, ALLOCATE, STEP, RESET = "start", "allocate", "step", "reset"
 ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER = "adapter slots", "adapter layer", "adapter"
-KINDS = (START, ALLOCATE, STEP, RESET, ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER)
+ALL_ROWS = "all rows"
+KINDS = (START, ALLOCATE, STEP, RESET, ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER, ALL_ROWS)
 
 
 class MessageError(MlxPagedError, ValueError):
