@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import psutil
@@ -19,9 +20,10 @@ from websockets.sync.client import connect
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.cli.main import app
+from mlx_paged.demo import model_path
+from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import Replica
 
-REPLICAS = ("--data-parallel-size", "2", "--block-size", "8")
 PATH = "/v1/completions"
 LONG = {"max_tokens": 2000, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -37,8 +39,13 @@ PROMPTS = [prompt_of(number) for number in range(len(NAMES))]
 
 
 @pytest.fixture(scope="module")
-def router() -> Iterator[Router]:
-    with running_router(*REPLICAS, "--num-gpu-blocks-override", "1000") as found:
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    """Serves two replicas of a model, and another model on demand."""
+    file = tmp_path_factory.mktemp("models") / "models.yaml"
+    other = {"model": str(model_path()), "name": "other", "options": {"data-parallel-size": 1}}
+    file.write_text(json.dumps([{"model": str(model_path()), "name": "first"}, other]))
+    options = ("--data-parallel-size", "2", "--block-size", "8", "--models-config", str(file))
+    with running_router(*options, "--num-gpu-blocks-override", "1000") as found:
         until(lambda: httpx.get(f"{found.url}/ready").status_code == 200)
         yield found
 
@@ -85,11 +92,12 @@ def own_metrics(replica: Replica) -> dict[tuple[str, str], float]:
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Values by name and labels, except those of the model's name."""
+    """Values of the replicated model by name and labels, without the model's name."""
     return {
         (s.name, json.dumps({k: v for k, v in s.labels.items() if k != "model_name"})): s.value
         for family in text_string_to_metric_families(text)
         for s in family.samples
+        if s.labels.get("model_name") != "other"
     }
 
 
@@ -211,6 +219,27 @@ def test_metrics_are_those_of_both(router: Router, client: httpx.Client) -> None
     assert [found["mlx_paged:replica_up", f'{{"replica": "{n}"}}'] for n in (0, 1)] == [1, 1]
 
 
+def test_another_model_has_a_process_of_its_own(
+    router: Router, client: httpx.Client, expected: list[str]
+) -> None:
+    answer = complete(client, PROMPTS[0], model="other")
+    assert answer["model"] == "other" and answer["choices"][0]["text"] == expected[0]
+    assert [len(model.replicas) for model in router.pool.models] == [2, 1]
+    text = client.get("/metrics").text
+    assert 'replica_up{model_name="first",replica="1"} 1.0' in text
+    assert 'replica_up{model_name="other"' not in text
+    assert client.post("/models/unload", json={"model": "other"}).status_code == 200
+
+
+def test_without_a_running_replica_the_server_is_not_ready(client: httpx.Client) -> None:
+    with mock.patch.object(ReplicaSet, "replicas", ()):
+        assert client.get("/ready").status_code == 503
+        answer = client.post(PATH, json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_failed")
+        assert int(answer.headers["Retry-After"]) >= 1
+    assert client.get("/ready").status_code == 200
+
+
 def test_operations_reach_all_replicas(router: Router, client: httpx.Client) -> None:
     for prompt in PROMPTS[:2]:
         complete(client, prompt)
@@ -241,23 +270,22 @@ def test_operations_reach_all_replicas(router: Router, client: httpx.Client) -> 
 def test_a_killed_replica_fails_its_requests_and_comes_back(expected: list[str]) -> None:
     """kill -9 under load: its streams get an error, the others end with the right tokens."""
     with (
-        process(*REPLICAS) as (server, url),
+        process("--data-parallel-size", "2") as (server, url),
         httpx.Client(base_url=url, timeout=300) as client,
     ):
         children = psutil.Process(server.pid).children()
         assert len(children) == 2
-        whole = complete(client, PROMPTS[0], max_tokens=300)["choices"][0]["text"]
+        for number in range(2):  # A session on each replica
+            complete(client, PROMPTS[1 + number], user=f"u{number}")
+        whole = complete(client, PROMPTS[0], max_tokens=600)["choices"][0]["text"]
         found: dict[int, list[str]] = {number: [] for number in range(4)}
 
         def read(number: int) -> None:
-            body = {**LONG, "max_tokens": 300, "prompt": PROMPTS[0], "user": f"u{number % 2}"}
+            body = {**LONG, "max_tokens": 600, "prompt": PROMPTS[0], "user": f"u{number % 2}"}
             with httpx.stream("POST", f"{url}{PATH}", json=body, timeout=300) as answer:
                 for line in answer.iter_lines():
                     found[number].append(line)
 
-        client.post("/reset_prefix_cache")
-        for number in range(2):  # A session on each replica
-            complete(client, PROMPTS[1 + number], user=f"u{number}")
         readers = [threading.Thread(target=read, args=(number,)) for number in found]
         for reader in readers:
             reader.start()

@@ -173,10 +173,14 @@ async def unload_model(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Returns 200 once the preloaded models are ready, while the server accepts requests."""
+    """Returns 200 once the preloaded models are ready, while the server accepts requests.
+
+    A model whose replicas are all down counts as one that loads.
+    """
     context = router_of(request)
     phase = context.phase
-    if phase is Phase.READY and context.is_preloading:
+    is_down = any(model.is_loaded and not model.replicas for model in context.pool.models)
+    if phase is Phase.READY and (context.is_preloading or is_down):
         phase = Phase.LOADING
     return JSONResponse(responses.Status(status=phase.value), 200 if phase is Phase.READY else 503)
 

@@ -34,7 +34,7 @@ MIN_SHARE = 0.25
 SESSION_HEADER = "x-session-id"
 # Fields of a body that name a session, the most specific one first.
 _SESSION_FIELDS = ("prompt_cache_key", "user")
-_MAX_SESSIONS = 1 << 16
+_MAX_SESSIONS = 1 << 14
 _MAX_NAME = 512
 
 
