@@ -33,13 +33,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_SECONDS = 0.002
+VOCAB_SIZE = 4096  # with grammars: all tokens of the embedded tokenizer
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n"
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 400}},
+    "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 60}},
     "required": ["names"],
 }
 
@@ -87,11 +88,11 @@ class Probe:
         await send({"type": "http.response.body", "body": body})
 
 
-def run_server(port: int, num_streams: int, step_seconds: float) -> None:
+def run_server(port: int, num_streams: int, step_seconds: float, *, has_grammars: bool) -> None:
     """Serves until SIGTERM."""
     import asyncio
 
-    from host_time import null_engine
+    import host_time
 
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.config import ServerConfig
@@ -102,7 +103,9 @@ def run_server(port: int, num_streams: int, step_seconds: float) -> None:
         import mlx.core as mx
 
         mx.set_default_device(mx.cpu)
-        engine = null_engine(
+        if has_grammars:
+            host_time.VOCAB_SIZE = VOCAB_SIZE
+        engine = host_time.null_engine(
             max_num_seqs=num_streams, max_model_len=4096, enable_prefix_caching=False
         )
         read, due = engine._executor.read, [0.0]
@@ -192,6 +195,7 @@ def started(checkout: Path, options: argparse.Namespace) -> Iterator[int]:
     port = free_port()
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(port)]
     command += ["--streams", str(options.streams), "--step-ms", str(options.step_ms)]
+    command += ["--schema"] if options.schema else []
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     with server_process(str(checkout), command, port, env=env, cwd=checkout):
         yield port
@@ -210,7 +214,8 @@ def main() -> None:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
-        run_server(options.serve, options.streams, options.step_ms / 1e3)
+        step_seconds = options.step_ms / 1e3
+        run_server(options.serve, options.streams, step_seconds, has_grammars=options.schema)
         return
     from harness import print_table, save
 

@@ -42,6 +42,11 @@ _LONG_CONTEXT = 4096
 # MLX's own attention handles.
 _PROMPTS = (16, 32, 48, 64, 512)
 _FEW = 64
+# Sequences up to which decodes of every padded size are prepared. A load passes through all of them
+# while it grows and shrinks.
+_MOST_PADDED = 256
+# Prompts beside decodes: (sequences that decode, tokens of the prompt; 0: what a step has left).
+_MIXED = ((8, 512), (32, 0))
 _SLOT = 1  # of the adapter; the scheduler fills this one first
 
 
@@ -54,24 +59,26 @@ class Kind:
         num_tokens: Tokens of each sequence in a step; 1 for decodes.
         context_len: Tokens of each sequence after the first step.
         temperature: Temperature of all sequences; 0 is greedy.
+        num_decodes: Further sequences with one token in the step; they are as long as the others.
     """
 
     num_sequences: int
     num_tokens: int = 1
     context_len: int = 1
     temperature: float = 0.0
+    num_decodes: int = 0
 
 
 def batch_sizes(most: int, *, are_padded: bool = False) -> list[int]:
     """Numbers of sequences to prepare: powers of two, and the largest.
 
     Args:
-        are_padded: Also one for each shape of up to 64 sequences (`padded_decodes`), so that no
+        are_padded: Also one for each shape of up to 256 sequences (`padded_decodes`), so that no
             number of sequences meets a new one.
     """
     sizes = {1 << i for i in range(most.bit_length())} | {most}
     if are_padded:
-        sizes |= {min(padded_decodes(size), most) for size in range(1, min(most, _FEW) + 1)}
+        sizes |= {min(padded_decodes(size), most) for size in range(1, min(most, _MOST_PADDED) + 1)}
     return sorted(sizes)
 
 
@@ -101,6 +108,11 @@ def kinds(
     ]
     if min(longest, config.step_tokens) > _FEW:
         prompts.append(Kind(1, _FEW, longest))
+    for num_decodes, num_tokens in _MIXED:
+        count = num_tokens or config.step_tokens - num_decodes
+        fits = num_decodes < most and _FEW < count <= config.step_tokens - num_decodes
+        if fits and count <= longest:
+            prompts.append(Kind(1, count, longest, temperature=1.0, num_decodes=num_decodes))
     decodes = [
         kind
         for size in reversed(batch_sizes(most, are_padded=pads_decodes))
@@ -188,10 +200,12 @@ def _run(runner: ModelRunner, kind: Kind, adapter: Adapter | None) -> None:
 
 def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) -> StepBatch:
     """Returns step `index` of a chain. It does not write to block 0, which is padding."""
-    model, size, num_seqs = runner.model, runner.block_size, kind.num_sequences
+    model, size = runner.model, runner.block_size
+    num_seqs = kind.num_sequences + kind.num_decodes
     num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
     end = kind.context_len + index
     num_tokens = 1 if index else kind.num_tokens
+    lens = [1] * kind.num_decodes + [num_tokens] * kind.num_sequences
     num_groups = 1 + len(runner.windows)
     tables = []
     for i in range(num_seqs):
@@ -201,9 +215,9 @@ def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) 
     settings = SamplingRow(kind.temperature, seed=0, position=end)
     return StepBatch(
         seq_ids=[-1 - i for i in range(num_seqs)],
-        token_ids=array(TOKEN_TYPE, [0]) * (num_seqs * num_tokens),
-        starts=array("q", [end - num_tokens]) * num_seqs,
-        query_lens=array("q", [num_tokens]) * num_seqs,
+        token_ids=array(TOKEN_TYPE, [0]) * sum(lens),
+        starts=array("q", [end - length for length in lens]),
+        query_lens=array("q", lens),
         samples=[True] * num_seqs,
         is_decode=num_tokens == 1,
         input_from=array("i", range(num_seqs)) if index else array("i", [-1]) * num_seqs,

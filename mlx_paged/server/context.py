@@ -247,6 +247,11 @@ class Context(ServerContext):
         return Phase.READY if model.is_loaded else Phase.LOADING
 
     @property
+    def is_quiet(self) -> bool:
+        """True if no request is unfinished."""
+        return not self.underway and not self.metrics.server_load
+
+    @property
     def max_body_size(self) -> int:
         """See `ServerContext`."""
         return self.models.max_body_size

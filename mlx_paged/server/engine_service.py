@@ -12,6 +12,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.server.app import create_app
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import Context
+from mlx_paged.server.quiet_gc import QuietGC
 from mlx_paged.server.router.link import RouterLink
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,10 @@ class EngineService:
                     "default sampling parameters: %s",
                     {**defaults.sampling, **({} if limit is None else {"max_new_tokens": limit})},
                 )
-            while self._engine.is_alive:
-                await asyncio.sleep(_WATCH_INTERVAL)
+            with QuietGC(lambda: self._context.is_quiet) as collector:
+                while self._engine.is_alive:
+                    await asyncio.sleep(_WATCH_INTERVAL)
+                    collector.look()
             if self._context.draining:
                 return None
         failure = model.failure

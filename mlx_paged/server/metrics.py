@@ -215,8 +215,8 @@ class Metrics:
 class _GapCollector(Collector):
     """Histograms of the time between tokens.
 
-    prometheus_client's own take 3 us per observation. With 256 streams that was a tenth of the
-    event loop's time, and a pause of 60 ms wherever it was put off to.
+    prometheus_client's own take twice as long as all else here, and observing later only made a
+    pause: 14 ms for 10,000 tokens on a fast core.
     """
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ from mlx_paged.engine import warm_up
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.warm_up import Kind, batch_sizes, kinds
+from mlx_paged.model.graph_runner import padded_decodes
 from mlx_paged.model.lora import AdapterLayers
 from mlx_paged.model.paged_model import PagedModel
 
@@ -46,6 +47,13 @@ def test_powers_of_two_and_the_largest_number_of_sequences_are_prepared() -> Non
     assert batch_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
+def test_every_padded_number_of_sequences_is_prepared() -> None:
+    sizes = set(batch_sizes(256, are_padded=True))
+    assert {padded_decodes(size) for size in range(1, 257)} <= sizes
+    assert len(sizes) < 20, "each takes some time and one of the kept graphs"
+    assert max(batch_sizes(100, are_padded=True)) == 100
+
+
 def test_what_is_prepared_with_cuda() -> None:
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=1024)
     assert kinds(config, None, with_cuda=True) == [
@@ -66,6 +74,34 @@ def test_what_is_prepared_with_cuda() -> None:
         Kind(1, context_len=97, temperature=1.0),
     ]
     assert {kind.num_sequences for kind in kinds(config, 100, with_cuda=False)} == {1}
+
+
+def test_prompts_beside_decodes_are_prepared_if_such_a_step_can_be() -> None:
+    def mixed(max_context_len: int | None = None, **options: int) -> list[tuple[int, int]]:
+        made = kinds(EngineConfig(**options), max_context_len, with_cuda=True)
+        return [(kind.num_tokens, kind.num_decodes) for kind in made if kind.num_decodes]
+
+    assert mixed(max_num_batched_tokens=2048) == [(2016, 32), (512, 8)]
+    assert mixed(max_num_batched_tokens=512) == [(480, 32)]
+    assert mixed(max_num_batched_tokens=2048, max_num_seqs=32) == [(512, 8)]
+    assert mixed(1000, max_num_batched_tokens=2048) == [(512, 8)]
+    assert mixed(max_num_batched_tokens=64) == []
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3_next"])
+def test_a_prompt_beside_decodes_leaves_no_trace(name: str) -> None:
+    llm = engine_of(name, max_num_seqs=4)
+    expected = answers(llm)
+    launched = []
+    launch = llm.engine._runner.launch
+    llm.engine._runner.launch = lambda batch, before: (  # type: ignore[method-assign]
+        launched.append((list(batch.query_lens), list(batch.starts))) or launch(batch, before)
+    )
+    llm.engine.reset_prefix_cache()
+    warm_up._run(llm.engine._runner, Kind(1, 20, 24, 1.0, num_decodes=3), None)
+    assert launched == [([1, 1, 1, 20], [23, 23, 23, 4])] * len(launched) and launched
+    llm.engine._runner.reset()
+    assert answers(llm) == expected
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests on a GPU start engines without a warm-up")
