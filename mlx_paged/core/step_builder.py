@@ -6,6 +6,7 @@ at most half of them while short ones could use the rest.
 
 from __future__ import annotations
 
+import sys
 from array import array
 
 from mlx_paged.core.adapters import AdapterSlots
@@ -224,6 +225,8 @@ class StepBuilder:
     def finish(self, adapters: AdapterSlots, encoder_cache: EncoderCache) -> SchedulerOutput:
         """Completes the columns of a step with at least one sequence."""
         batch, num_seqs = self.batch, len(self.sequences)
+        if adapters.num_in_use:
+            self._group_decodes()
         batch.seq_ids = [seq.seq_id for seq in self.sequences]
         batch.num_drafts = array("i", bytes(4 * num_seqs))
         for index, num_drafts in self.num_drafts.items():
@@ -236,6 +239,27 @@ class StepBuilder:
         if encoder_cache.step == self.number:
             batch.media = encoder_cache.end()
         return SchedulerOutput(batch, self.sequences)
+
+    def _group_decodes(self) -> None:
+        """Orders decodes by adapter, because kernels read its matrices once for several neighbors.
+
+        Those without one come last, so that adapters begin where groups of rows do.
+        """
+        count = self.num_decodes
+        slots = [seq.adapter_slot or sys.maxsize for seq in self.sequences[:count]]
+        order = sorted(range(count), key=slots.__getitem__)
+        has_drafts = any(index < count for index in self.num_drafts)  # more than one token each
+        if has_drafts or order == list(range(count)):
+            return
+        batch = self.batch
+        for column in (batch.token_ids, batch.starts, batch.input_from):
+            column[:count] = array(column.typecode, [column[i] for i in order])
+        batch.tables[:count] = [batch.tables[i] for i in order]
+        if batch.slots:
+            batch.slots[:count] = [batch.slots[i] for i in order]
+        self.sequences[:count] = [self.sequences[i] for i in order]
+        for index, seq in enumerate(self.sequences[:count]):
+            seq.sampled_index = index
 
     def _add_adapters(self) -> None:
         batch = self.batch

@@ -82,6 +82,23 @@ def test_sequences_wait_for_a_slot_and_others_pass_them(overlap: bool) -> None:
 
 
 @OVERLAP
+def test_decodes_of_one_adapter_are_neighbors(overlap: bool) -> None:
+    engine = make(overlap=overlap, max_loras=2)
+    adapters = ["x", None, "y", "x", "y", None, "x"]
+    requests = [with_adapter(f"{i}", adapter, 4 + i) for i, adapter in enumerate(adapters)]
+    for each in requests:
+        engine.scheduler.add(each)
+    engine.run()
+    batches = [rows.output.batch for rows in engine.batches]
+    decodes = [batch for batch in batches if min(batch.starts) >= len(PROMPT)]
+    assert len(decodes) > 4
+    for batch in decodes:
+        slots = [slot or 3 for slot in batch.adapter_ids]
+        assert slots == sorted(slots)
+    check_outputs(engine, *requests)
+
+
+@OVERLAP
 def test_a_higher_priority_takes_the_slot_of_a_lower_one(overlap: bool) -> None:
     engine = make(overlap=overlap, max_loras=2, policy=SchedulingPolicy.PRIORITY)
     scheduler = engine.scheduler
