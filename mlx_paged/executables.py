@@ -71,6 +71,11 @@ class CpuExecutable:
         """The MLX primitives that have no native form, once for each operation."""
         return self._executable.foreign
 
+    @property
+    def num_phases(self) -> int:
+        """Number of phases."""
+        return self._executable.num_phases
+
     def __call__(
         self, inputs: Sequence[mx.array], *, stream: mx.Stream | mx.Device | None = None
     ) -> list[mx.array]:

@@ -259,48 +259,44 @@ void round_to(mx::array& a, int64_t begin, int64_t size, const float* values) {
 
 }  // namespace
 
+// Rows of a lora whose results fit the cache between its two halves.
+constexpr int64_t kRowsAtOnce = 64;
+
 void Lora::eval_cpu(const Arrays& inputs, Arrays& out) {
   auto& encoder = mx::cpu::get_command_encoder(stream());
   auto in = cpu::dense_inputs(inputs, 0, encoder);
   allocate(out[0]);
   auto shape = cpu::lora_shape(in);
-  const int32_t* adapters = in[kAdapters].data<int32_t>();
   bool is_float32 = in[kBase].dtype() == mx::float32;
   auto add_rows = [=, out = mx::array::unsafe_weak_copy(out[0])](
-                      int64_t first, int num_rows, std::vector<float>& memory) mutable {
-    int64_t n = shape.n, k = shape.k;
-    cpu::LoraRow rows[cpu::kMaxLoraRows];
-    memory.resize(is_float32 ? 0 : num_rows * (n + k));
-    for (int j = 0; j < num_rows; j++) {
-      int64_t i = first + j;
-      auto& row = rows[j];
-      row.adapter = adapters[i];
-      row.a = in[kA].data<char>();
-      row.b = in[kB].data<char>();
-      if (is_float32) {
-        row.base = in[kBase].data<float>() + i * n;
-        row.x = in[kX].data<float>() + i * k;
-        row.out = out.data<float>() + i * n;
-        continue;
-      }
-      float* wide = memory.data() + j * (n + k);
-      widen(in[kBase], i * n, n, wide);
-      widen(in[kX], i * k, k, wide + n);
-      row.base = row.out = wide;
-      row.x = wide + n;
+                      int64_t begin, int64_t end, std::vector<float>& memory) mutable {
+    int64_t n = shape.n, k = shape.k, num_rows = end - begin;
+    memory.resize(num_rows * (shape.rank + (is_float32 ? 0 : n + k)));
+    cpu::LoraRows rows{
+        shape,    in[kA].data<char>(), in[kB].data<char>(), in[kAdapters].data<int32_t>() + begin,
+        num_rows, memory.data()};
+    if (is_float32) {
+      float* to = out.data<float>() + begin * n;
+      std::copy_n(in[kBase].data<float>() + begin * n, num_rows * n, to);
+      cpu::lora_down(rows, in[kX].data<float>() + begin * k, k, 0, shape.rank);
+      cpu::lora_up(rows, to, n, 0, shape.n);
+      return;
     }
-    cpu::add_lora(shape, rows, num_rows);
-    for (int j = 0; j < num_rows && !is_float32; j++) {
-      round_to(out, (first + j) * n, n, rows[j].out);
-    }
+    float* x = memory.data() + num_rows * shape.rank;
+    float* sums = x + num_rows * k;
+    widen(in[kX], begin * k, num_rows * k, x);
+    widen(in[kBase], begin * n, num_rows * n, sums);
+    cpu::lora_down(rows, x, k, 0, shape.rank);
+    cpu::lora_up(rows, sums, n, 0, shape.n);
+    round_to(out, begin * n, num_rows * n, sums);
   };
   int64_t num_rows = in[kAdapters].size();
   cpu::dispatch(encoder, out, [=] {
     cpu::for_ranges(num_rows, shape.n * int64_t(sizeof(float)), [&](int64_t begin, int64_t end) {
       auto add = add_rows;
       std::vector<float> memory;
-      for (int64_t i = begin; i < end; i += cpu::kMaxLoraRows) {
-        add(i, int(std::min<int64_t>(end - i, cpu::kMaxLoraRows)), memory);
+      for (int64_t i = begin; i < end; i += kRowsAtOnce) {
+        add(i, std::min(end, i + kRowsAtOnce), memory);
       }
     });
   });

@@ -20,9 +20,9 @@ namespace mlx_paged::cpu {
 
 namespace {
 
-void add_bias(float* out, const float* bias, int64_t size) {
+void add_row(float* out, const float* added, int64_t size) {
   for (int64_t i = 0; i < size; i++) {
-    out[i] += bias[i];
+    out[i] += added[i];
   }
 }
 
@@ -30,22 +30,30 @@ int64_t num_scratch_floats(const Projection& p) {
   return p.integers ? p.integers->num_scratch_floats(int(p.x.rows()), p.weight) : 0;
 }
 
-// Computes columns [begin, end) of a product, with the bias. `c`: address of column 0 of row 0.
+// Computes columns [begin, end) of a product, with bias and adapters. `c`: the address of column
+// `begin` of row 0.
 void project(
     const Projection& p, const Bases& bases, int begin, int end, float* c, int64_t ldc,
     float* scratch) {
   int64_t rows = p.x.rows();
+  int64_t width = end - begin;
   const float* x = p.x.row(bases, 0);
+  WeightView weight = p.weight.from_row(begin);
+  if (p.adapters) {
+    fetch_lora_up(p.adapters->rows(bases), begin, end);
+  }
   if (p.integers) {
     const float* rounded = p.rounded->row(bases, 0);
     multiply_rounded(
-        *p.integers, {rounded, p.weight, c, int(rows), ldc, scratch}, x, p.x.strides[0], begin,
-        end);
+        *p.integers, {rounded, weight, c, int(rows), ldc, scratch}, x, p.x.strides[0], 0, width);
   } else {
-    kernels().product.few_rows({x, p.weight, c, int(rows), p.x.strides[0], ldc}, begin, end);
+    kernels().product.few_rows({x, weight, c, int(rows), p.x.strides[0], ldc}, 0, width);
   }
   for (int64_t i = 0; p.bias && i < rows; i++) {
-    add_bias(c + i * ldc + begin, p.bias + begin, end - begin);
+    add_row(c + i * ldc, p.bias + begin, width);
+  }
+  if (p.adapters) {
+    lora_up(p.adapters->rows(bases), c, ldc, begin, end);
   }
 }
 
@@ -56,13 +64,8 @@ void run_gated(const Product& p, const Bases& bases, int begin, int end) {
   float* scratch = thread_scratch(work + 2 * rows * width);
   float* gate = scratch + work;
   float* up = gate + rows * width;
-  auto multiply = [&](Projection projection, float* out) {
-    projection.weight = projection.weight.from_row(begin);
-    projection.bias += projection.bias ? begin : 0;
-    project(projection, bases, 0, int(width), out, width, scratch);
-  };
-  multiply(p.main, gate);
-  multiply(*p.up, up);
+  project(p.main, bases, begin, end, gate, width, scratch);
+  project(*p.up, bases, begin, end, up, width, scratch);
   for (int64_t i = 0; i < rows; i++) {
     SiluMulArgs args{DType::float32, gate + i * width, up + i * width, p.out.row(bases, i) + begin};
     kernels().layer.silu_mul(args, 0, width);
@@ -74,10 +77,10 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
     return run_gated(p, bases, begin, end);
   }
   project(
-      p.main, bases, begin, end, p.out.row(bases, 0), p.out.strides[0],
+      p.main, bases, begin, end, p.out.row(bases, 0) + begin, p.out.strides[0],
       thread_scratch(num_scratch_floats(p.main)));
   for (int64_t i = 0; p.added && i < p.out.rows(); i++) {
-    add_bias(p.out.row(bases, i) + begin, p.added->row(bases, i) + begin, end - begin);
+    add_row(p.out.row(bases, i) + begin, p.added->row(bases, i) + begin, end - begin);
   }
 }
 
@@ -98,6 +101,12 @@ char* step_memory(int64_t bytes) {
 }
 
 }  // namespace
+
+LoraRows Adapters::rows(const Bases& bases) const {
+  auto matrix = [&](const View& v) { return bases[v.buffer] + v.offset * shape.item_size; };
+  return {shape,         matrix(a),           matrix(b), adapters.row<int32_t>(bases, 0),
+          hidden.rows(), hidden.row(bases, 0)};
+}
 
 void CpuExecutable::check(const Arrays& inputs) const {
   auto refuse = [](size_t i, const char* what, const auto& expected, const auto& actual) {
@@ -318,6 +327,9 @@ void CpuExecutable::run(const Bases& bases, const Arrays& in, size_t begin, size
     if (auto* rows = std::get_if<RowPhase>(&phase)) {
       steps.push_back({&phase});
       num_tasks.push_back(int(std::min<int64_t>(rows->rows, num_threads())));
+    } else if (auto* adapters = std::get_if<AdapterPhase>(&phase)) {
+      steps.push_back({&phase});
+      num_tasks.push_back(int(adapters->pieces.size()));
     } else if (auto* products = std::get_if<ProductPhase>(&phase)) {
       steps.push_back({&phase});
       num_tasks.push_back(int(products->pieces.size()));
@@ -348,6 +360,10 @@ void CpuExecutable::run(const Bases& bases, const Arrays& in, size_t begin, size
     const Step& step = steps[i];
     if (step.attention) {
       step.merges ? step.attention->merge(task) : step.attention->attend(task);
+    } else if (auto* adapters = std::get_if<AdapterPhase>(step.phase)) {
+      const auto& piece = adapters->pieces[task];
+      const auto& one = adapters->adapters[piece.adapters];
+      lora_down(one.rows(bases), one.x.row(bases, 0), one.x.strides[0], piece.begin, piece.end);
     } else if (auto* products = std::get_if<ProductPhase>(step.phase)) {
       const auto& piece = products->pieces[task];
       run_product(products->products[piece.product], bases, piece.begin, piece.end);

@@ -26,6 +26,7 @@
 #include "attention_run.h"
 #include "experts.h"
 #include "integers.h"
+#include "lora.h"
 #include "product.h"
 
 namespace mlx_paged::cpu {
@@ -51,13 +52,36 @@ struct RowPhase {
   std::vector<RowTask> tasks;  // run in this order for each row
 };
 
-// x @ weight.T + bias.
+// Low-rank adapters of a projection's rows. Their first half is a phase of its own, as it reads
+// whole rows of x; the second half is added to the projection's columns.
+struct Adapters {
+  View x;         // [rows, ..., k]
+  View adapters;  // [rows] int32
+  View a;         // [num_adapters, rank, k]
+  View b;         // [num_adapters, rank, n]
+  View hidden;    // [rows, rank]
+  LoraShape shape;
+
+  LoraRows rows(const Bases& bases) const;
+};
+
+struct AdapterPhase {
+  struct Piece {
+    int adapters;
+    int begin, end;  // columns of `hidden`
+  };
+  std::vector<Adapters> adapters;
+  std::vector<Piece> pieces;
+};
+
+// x @ weight.T + bias, and the change by adapters.
 struct Projection {
   View x;                       // [rows, ..., k]
   std::optional<View> rounded;  // x as integers: [rows, chunks, ...]
   WeightView weight;
   const float* bias = nullptr;               // [n] or null
   const IntegerKernels* integers = nullptr;  // of `rounded`
+  std::optional<Adapters> adapters;
 };
 
 // A linear layer, with the operations fused into it.
@@ -124,7 +148,8 @@ struct NodePhase {
   std::vector<Output> outputs;
 };
 
-using Phase = std::variant<RowPhase, ProductPhase, ExpertPhase, AttentionPhase, NodePhase>;
+using Phase =
+    std::variant<RowPhase, AdapterPhase, ProductPhase, ExpertPhase, AttentionPhase, NodePhase>;
 
 class CpuExecutable : public std::enable_shared_from_this<CpuExecutable> {
  public:

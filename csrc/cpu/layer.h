@@ -102,23 +102,26 @@ struct NucleusArgs {
 
 // Rows that share one pass over the matrices of their adapter.
 constexpr int kLoraRows = 4;
+// Columns of `a` that are summed together.
+constexpr int kLoraColumns = 4;
 
-// Rows of one low-rank adapter: out = base + (x @ a.T) @ b. A row's sums do not depend on num_rows.
+// Rows of one low-rank adapter: hidden = x @ a.T, and then out += hidden @ b. A row's sums depend
+// neither on num_rows nor on the columns of a call.
 struct LoraArgs {
   DType dtype;  // of a and b
   int num_rows;
-  const float* base[kLoraRows];  // [n] each
-  const float* x[kLoraRows];     // [k] each
-  float* out[kLoraRows];         // [n] each; may be base
-  const void* a;                 // [rank, k]
-  const void* b;                 // [rank, n]
   int rank;
   int k;
   int n;
-  float* hidden;  // [num_rows, rank], scratch
+  const void* a;              // [rank, k]
+  const void* b;              // [rank, n]
+  const void* next;           // the matrix in the place of a or b that the cache needs next
+  const float* x[kLoraRows];  // [k] each
+  float* hidden[kLoraRows];   // [rank] each
+  float* out[kLoraRows];      // [n] each
 };
 
-// Each kernel but `lora` processes rows or elements [begin, end).
+// Each kernel processes rows, elements, or columns of a result [begin, end).
 struct LayerKernels {
   void (*rope)(const RopeArgs& args, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs& args, int64_t begin, int64_t end);
@@ -129,7 +132,8 @@ struct LayerKernels {
   void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
   void (*bitmask)(const BitmaskArgs& args, int64_t begin, int64_t end);
   void (*nucleus)(const NucleusArgs& args, int64_t begin, int64_t end);
-  void (*lora)(const LoraArgs& args);
+  void (*lora_down)(const LoraArgs& args, int64_t begin, int64_t end);  // columns of hidden
+  void (*lora_up)(const LoraArgs& args, int64_t begin, int64_t end);    // columns of out
 };
 
 }  // namespace mlx_paged::cpu

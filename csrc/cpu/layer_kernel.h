@@ -305,10 +305,16 @@ inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
   });
 }
 
+// Adapters are read in short runs, far apart, which hardware does not foresee.
+inline void fetch(const void* p) {
+  __builtin_prefetch(p, 0, 2);  // to the second level: the first is too small for the time it takes
+}
+
 // hidden[row, r...] = x[row] . a[r...] for `Rows` rows of x and `Columns` rows of a.
 template <int Rows, int Columns, typename T>
-inline void lora_down(const LoraArgs& args, int r) {
-  const T* a = static_cast<const T*>(args.a) + int64_t(r) * args.k;
+inline void lora_down_columns(const LoraArgs& args, int64_t r) {
+  const T* a = static_cast<const T*>(args.a) + r * args.k;
+  const T* next = static_cast<const T*>(args.next) + r * args.k;
   VecF sums[Rows][Columns] = {};
   int i = 0;
   for (; i + kWidth <= args.k; i += kWidth) {
@@ -318,6 +324,7 @@ inline void lora_down(const LoraArgs& args, int r) {
     }
     for (int c = 0; c < Columns; c++) {
       VecF v = load(a + int64_t(c) * args.k + i);
+      fetch(next + int64_t(c) * args.k + i);
       for (int row = 0; row < Rows; row++) {
         sums[row][c] += x[row] * v;
       }
@@ -333,23 +340,26 @@ inline void lora_down(const LoraArgs& args, int r) {
   }
   for (int row = 0; row < Rows; row++) {
     for (int c = 0; c < Columns; c++) {
-      args.hidden[row * args.rank + r + c] = sum(sums[row][c]);
+      args.hidden[row][r + c] = sum(sums[row][c]);
     }
   }
 }
 
 // `Vectors` vectors of `Rows` rows of out, from column i on.
 template <int Rows, int Vectors, typename T>
-inline void lora_up(const LoraArgs& args, int i) {
+inline void lora_up_vectors(const LoraArgs& args, int64_t i) {
   const T* b = static_cast<const T*>(args.b) + i;
+  const T* next = static_cast<const T*>(args.next) + i;
   VecF sums[Rows][Vectors] = {};
   for (int r = 0; r < args.rank; r++) {
     VecF v[Vectors];
     for (int j = 0; j < Vectors; j++) {
-      v[j] = load(b + int64_t(r) * args.n + j * kWidth);
+      int64_t at = int64_t(r) * args.n + j * kWidth;
+      v[j] = load(b + at);
+      fetch(next + at);
     }
     for (int row = 0; row < Rows; row++) {
-      VecF h = splat(args.hidden[row * args.rank + r]);
+      VecF h = splat(args.hidden[row][r]);
       for (int j = 0; j < Vectors; j++) {
         sums[row][j] += h * v[j];
       }
@@ -357,54 +367,69 @@ inline void lora_up(const LoraArgs& args, int i) {
   }
   for (int row = 0; row < Rows; row++) {
     for (int j = 0; j < Vectors; j++) {
-      int at = i + j * kWidth;
-      store(args.out[row] + at, load(args.base[row] + at) + sums[row][j]);
+      float* out = args.out[row] + i + j * kWidth;
+      store(out, load(out) + sums[row][j]);
     }
   }
 }
 
-template <int Rows, typename T>
-inline void lora_rows(const LoraArgs& args) {
-  constexpr int Columns = Rows == 1 ? 8 : 4;  // independent sums for each row
-  int r = 0;
-  for (; r + Columns <= args.rank; r += Columns) {
-    lora_down<Rows, Columns, T>(args, r);
-  }
-  for (; r < args.rank; r++) {
-    lora_down<Rows, 1, T>(args, r);
-  }
-  int i = 0;
-  for (; i + 4 * kWidth <= args.n; i += 4 * kWidth) {
-    lora_up<Rows, 4, T>(args, i);
-  }
-  for (; i + kWidth <= args.n; i += kWidth) {
-    lora_up<Rows, 1, T>(args, i);
-  }
-  const T* b = static_cast<const T*>(args.b) + i;
-  for (int row = 0; row < Rows && i < args.n; row++) {
-    VecF sums = {};
-    for (r = 0; r < args.rank; r++) {
-      VecF h = splat(args.hidden[row * args.rank + r]);
-      sums += h * load_tail(b + int64_t(r) * args.n, args.n - i);
-    }
-    for (int j = i; j < args.n; j++) {
-      args.out[row][j] = args.base[row][j] + sums[j - i];
-    }
-  }
-}
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
 
-inline void lora(const LoraArgs& args) {
+// Calls body(T{}, Constant<number of rows>{}).
+template <typename Body>
+inline void with_lora_rows(const LoraArgs& args, const Body& body) {
   with_type(args.dtype, [&](auto type) {
-    using T = decltype(type);
     switch (args.num_rows) {
       case 1:
-        return lora_rows<1, T>(args);
+        return body(type, Constant<1>{});
       case 2:
-        return lora_rows<2, T>(args);
+        return body(type, Constant<2>{});
       case 3:
-        return lora_rows<3, T>(args);
+        return body(type, Constant<3>{});
       default:
-        return lora_rows<4, T>(args);
+        return body(type, Constant<kLoraRows>{});
+    }
+  });
+}
+
+inline void lora_down(const LoraArgs& args, int64_t begin, int64_t end) {
+  with_lora_rows(args, [&](auto type, auto rows) {
+    using T = decltype(type);
+    int64_t r = begin;
+    for (; r + kLoraColumns <= end; r += kLoraColumns) {
+      lora_down_columns<rows.value, kLoraColumns, T>(args, r);
+    }
+    for (; r < end; r++) {
+      lora_down_columns<rows.value, 1, T>(args, r);
+    }
+  });
+}
+
+inline void lora_up(const LoraArgs& args, int64_t begin, int64_t end) {
+  with_lora_rows(args, [&](auto type, auto rows) {
+    using T = decltype(type);
+    int64_t i = begin;
+    for (; i + 4 * kWidth <= end; i += 4 * kWidth) {
+      lora_up_vectors<rows.value, 4, T>(args, i);
+    }
+    for (; i + 2 * kWidth <= end; i += 2 * kWidth) {
+      lora_up_vectors<rows.value, 2, T>(args, i);
+    }
+    for (; i + kWidth <= end; i += kWidth) {
+      lora_up_vectors<rows.value, 1, T>(args, i);
+    }
+    const T* b = static_cast<const T*>(args.b) + i;
+    for (int row = 0; row < rows.value && i < end; row++) {
+      VecF sums = {};
+      for (int r = 0; r < args.rank; r++) {
+        sums += splat(args.hidden[row][r]) * load_tail(b + int64_t(r) * args.n, int(end - i));
+      }
+      for (int64_t j = i; j < end; j++) {
+        args.out[row][j] += sums[j - i];
+      }
     }
   });
 }

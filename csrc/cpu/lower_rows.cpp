@@ -210,36 +210,20 @@ void CpuLowering::lower_rope(const GraphNode& node) {
   });
 }
 
+// A lora whose base is not made by a product of the same x.
 void CpuLowering::lower_lora(const GraphNode& node) {
-  using L = Lora;
-  const auto& a = node.inputs[L::kA];
-  const auto& b = node.inputs[L::kB];
-  View base = dense_rows(view(node.inputs[L::kBase]));
-  View x = dense_rows(view(node.inputs[L::kX]));
-  View adapters = view(node.inputs[L::kAdapters]);
-  View down = view(a);
-  View up = view(b);
-  LoraShape shape = lora_shape(node.inputs);
-  require(x.row_size() == shape.k && base.row_size() == shape.n, "adapters of several vectors");
-  require(down.is_dense() && up.is_dense(), "adapters that are not dense");
+  View base = dense_rows(view(node.inputs[Lora::kBase]));
+  Adapters with = adapters_of(node, dense_rows(view(node.inputs[Lora::kX])));
+  require(base.row_size() == with.shape.n, "adapters of several vectors");
   View to = new_value(node.outputs[0]);
   add_row_task(
-      to, {base, x, adapters}, {down.buffer, up.buffer},
+      to, {base, with.hidden, with.adapters}, {with.b.buffer},
       [=](const Bases& bases, int64_t begin, int64_t end) {
-        LoraRow rows[kMaxLoraRows];
-        for (int64_t i = begin; i < end; i += kMaxLoraRows) {
-          int num_rows = int(std::min<int64_t>(end - i, kMaxLoraRows));
-          for (int j = 0; j < num_rows; j++) {
-            rows[j] = {
-                base.row(bases, i + j),
-                x.row(bases, i + j),
-                *adapters.row<int32_t>(bases, i + j),
-                bases[down.buffer] + down.offset * shape.item_size,
-                bases[up.buffer] + up.offset * shape.item_size,
-                to.row(bases, i + j)};
-          }
-          add_lora(shape, rows, num_rows);
+        for (int64_t i = begin; i < end; i++) {
+          std::copy_n(base.row(bases, i), with.shape.n, to.row(bases, i));
         }
+        lora_up(
+            with.rows(bases).part(begin, end), to.row(bases, begin), with.shape.n, 0, with.shape.n);
       });
 }
 

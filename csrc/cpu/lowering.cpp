@@ -32,6 +32,8 @@ void CpuLowering::run() {
   require(kernels().product.max_rows_float32 > 0, "the instruction set has too few registers");
   fuse_gate_up(graph_, is_product);
   fuse_residual(graph_, is_product);
+  fuse_adapters(graph_, is_product, true);
+  fuse_lone_adapters(graph_, is_product);
   add_inputs();
   for (const auto& node : graph_.nodes()) {
     if (!node.is_absorbed) {
@@ -68,7 +70,8 @@ void CpuLowering::lower_natively(const GraphNode& node) {
   if (gated && graph_.nodes()[gated->gate].op == Op::expert_linear) {
     return lower_experts(node);
   }
-  if (gated || std::holds_alternative<AddedProduct>(node.fusion)) {
+  if (gated || std::holds_alternative<AddedProduct>(node.fusion) ||
+      std::holds_alternative<AdaptedProducts>(node.fusion)) {
     return lower_product(node);
   }
   switch (node.op) {
@@ -195,7 +198,8 @@ void CpuLowering::lower_attention(const GraphNode& node) {
   add(std::move(p), rows, {queries.buffer, keys.buffer, values.buffer}, {out});
 }
 
-Projection CpuLowering::projection_of(const GraphNode& node) {
+// `lora`: the node that adds adapters to the product, or null.
+Projection CpuLowering::projection_of(const GraphNode& node, const GraphNode* lora) {
   Arrays in = with_weights(node);
   Projection p{};
   size_t bias = 2;
@@ -214,7 +218,35 @@ Projection CpuLowering::projection_of(const GraphNode& node) {
   if (p.integers) {
     p.rounded = as_integers(p.x, p.weight, *p.integers);
   }
+  if (lora) {
+    p.adapters = adapters_of(*lora, p.x);
+  }
   return p;
+}
+
+// Adds the operation that makes the first half of a lora.
+Adapters CpuLowering::adapters_of(const GraphNode& lora, const View& x) {
+  Adapters made{
+      x,
+      view(lora.inputs[Lora::kAdapters]),
+      view(lora.inputs[Lora::kA]),
+      view(lora.inputs[Lora::kB]),
+      {},
+      lora_shape(lora.inputs)};
+  require(
+      x.row_size() == made.shape.k && x.rows() == made.adapters.rows(),
+      "adapters of several vectors");
+  require(
+      made.a.is_dense() && made.b.is_dense() && made.adapters.is_dense(),
+      "adapters that are not dense");
+  int rows = int(x.rows()), rank = made.shape.rank;
+  made.hidden = {int(executable_.buffers_.size()), 0, {rows, rank}, {rank, 1}};
+  add_buffer(
+      {.kind = Buffer::Kind::temporary,
+       .row_size = rank,
+       .bytes = int64_t(rows) * rank * int64_t(sizeof(float))});
+  add(made, rows, {x.buffer, made.adapters.buffer, made.a.buffer}, {made.hidden.buffer});
+  return made;
 }
 
 // Rounds the rows of x once for all products with the same rounding.
@@ -245,31 +277,38 @@ View CpuLowering::as_integers(
 }
 
 void CpuLowering::lower_product(const GraphNode& node) {
+  const auto& nodes = graph_.nodes();
   const auto* gated = std::get_if<GateUp>(&node.fusion);
   const auto* added = std::get_if<AddedProduct>(&node.fusion);
+  const auto* adapted = std::get_if<AdaptedProducts>(&node.fusion);
+  std::vector<size_t> products = gated     ? std::vector{gated->gate, gated->up}
+                                 : added   ? std::vector{added->product}
+                                 : adapted ? adapted->products
+                                           : std::vector{graph_.index_of(node)};
   Product p{};
   p.out = new_value(node.outputs[0]);
   std::vector<int> gathers;
-  auto project = [&](const GraphNode& linear) {
-    auto projection = projection_of(linear);
-    gathers.push_back(projection.x.buffer);
-    if (projection.rounded) {
-      gathers.push_back(projection.rounded->buffer);
+  auto project = [&](size_t i) {
+    auto made = projection_of(nodes[products[i]], adapted ? &nodes[adapted->loras[i]] : nullptr);
+    gathers.push_back(made.x.buffer);
+    if (made.rounded) {
+      gathers.push_back(made.rounded->buffer);
     }
-    return projection;
+    if (made.adapters) {
+      const auto& with = *made.adapters;
+      gathers.insert(gathers.end(), {with.hidden.buffer, with.adapters.buffer, with.b.buffer});
+    }
+    return made;
   };
-  p.main = project(
-      gated   ? graph_.nodes()[gated->gate]
-      : added ? graph_.nodes()[added->product]
-              : node);
-  if (gated) {
-    p.up = project(graph_.nodes()[gated->up]);
+  p.main = project(0);
+  if (products.size() > 1) {
+    p.up = project(1);
     require(
         p.up->weight.n == p.main.weight.n && p.up->weight.k == p.main.weight.k,
         "a gate of another size");
   }
-  if (added) {
-    p.added = dense_rows(view(added->addend));
+  if (added || (adapted && adapted->addend)) {
+    p.added = dense_rows(view(added ? added->addend : *adapted->addend));
     gathers.push_back(p.added->buffer);
   }
   int64_t rows = p.out.rows();

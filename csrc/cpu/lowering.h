@@ -39,7 +39,8 @@ class CpuLowering {
   void lower_attention(const GraphNode& node);
   void lower_product(const GraphNode& node);
   void lower_experts(const GraphNode& node);
-  Projection projection_of(const GraphNode& node);
+  Projection projection_of(const GraphNode& node, const GraphNode* lora);
+  Adapters adapters_of(const GraphNode& lora, const View& x);
   View as_integers(const View& x, const WeightView& weight, const IntegerKernels& integers);
 
   // --- Nodes that work on each row by itself, and views (lower_rows.cpp)

@@ -20,6 +20,8 @@ void cut(ProductPhase& phase) {
   constexpr int64_t kMaxWork = 1 << 19;  // weights times rows
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
+  // Adapters are read in runs of a piece's columns: short ones take twice the time.
+  constexpr int64_t kAdapterColumns = 256;
   auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };
   int64_t weights = 0;
   int64_t rows = 1;
@@ -35,10 +37,23 @@ void cut(ProductPhase& phase) {
     const Product& p = phase.products[i];
     bool uses_tiles = p.main.integers && p.main.integers->uses_tiles(int(p.out.rows()));
     int64_t align = uses_tiles ? kIntegerTileColumns : kAlign;
-    int each = int(std::max<int64_t>(1, piece / column_size(p) / align) * align);
     int n = p.main.weight.n;
+    int64_t columns = piece / column_size(p);
+    if (p.main.adapters) {
+      columns = std::max(columns, std::min<int64_t>(kAdapterColumns, n / num_threads()));
+    }
+    int each = int(std::max<int64_t>(1, columns / align) * align);
     for (int begin = 0; begin < n; begin += each) {
       phase.pieces.push_back({int(i), begin, std::min(n, begin + each)});
+    }
+  }
+}
+
+void cut(AdapterPhase& phase) {
+  for (size_t i = 0; i < phase.adapters.size(); i++) {
+    int rank = phase.adapters[i].shape.rank;
+    for (int begin = 0; begin < rank; begin += kLoraColumns) {
+      phase.pieces.push_back({int(i), begin, std::min(rank, begin + kLoraColumns)});
     }
   }
 }
@@ -68,8 +83,10 @@ class PhaseScheduler {
 
   std::vector<Phase> phases() {
     while (num_waiting_ > 0) {
-      bool is_made = add_rows() || add_products<Product, ProductPhase>() ||
-                     add_products<ExpertProduct, ExpertPhase>() || add_other();
+      // Adapters first, so that the products of one x, with and without them, share a phase.
+      bool is_made = add_rows() || add_all(&AdapterPhase::adapters) ||
+                     add_all(&ProductPhase::products) || add_all(&ExpertPhase::products) ||
+                     add_other();
       require(is_made, "operations that wait for each other");
     }
     return std::move(phases_);
@@ -122,17 +139,18 @@ class PhaseScheduler {
     return add(std::move(phase), !phase.tasks.empty());
   }
 
+  // Adds a phase of all operations of one kind that are ready. `member`: where it keeps them.
   template <typename Work, typename P>
-  bool add_products() {
+  bool add_all(std::vector<Work> P::* member) {
     P phase;
     for (size_t i = 0; i < operations_.size(); i++) {
       if (operations_[i].is<Work>() && is_ready(i)) {
-        phase.products.push_back(std::get<Work>(operations_[i].work));
+        (phase.*member).push_back(std::get<Work>(operations_[i].work));
         take(i);
       }
     }
     cut(phase);
-    return add(std::move(phase), !phase.products.empty());
+    return add(std::move(phase), !(phase.*member).empty());
   }
 
   bool add_other() {

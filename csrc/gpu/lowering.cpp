@@ -25,7 +25,7 @@ GpuLowering::GpuLowering(
   if (in_products) {
     fuse_residual(graph_, is_linear);
   }
-  fuse_adapters(graph_, in_products);
+  fuse_adapters(graph_, is_linear, in_products);
   fuse_add_norm(graph_);
   fuse_qkv_write(graph_, in_products);
 }

@@ -133,7 +133,8 @@ bool is_adapted(const StepGraph& graph, const GraphNode& node) {
 }
 
 // The loras that make these arrays and their products, if nothing else reads either.
-std::optional<AdaptedProducts> own_adapted(const StepGraph& graph, const Arrays& made) {
+std::optional<AdaptedProducts> own_adapted(
+    const StepGraph& graph, const Arrays& made, IsProduct is_product) {
   AdaptedProducts found;
   for (const auto& a : made) {
     auto lora = own_product(graph, a, is_adapted);
@@ -141,7 +142,7 @@ std::optional<AdaptedProducts> own_adapted(const StepGraph& graph, const Arrays&
       return std::nullopt;
     }
     const auto& node = graph.nodes()[*lora];
-    auto product = own_product(graph, node.inputs[Lora::kBase], is_linear);
+    auto product = own_product(graph, node.inputs[Lora::kBase], is_product);
     if (!product ||
         (!found.loras.empty() && !(are_alike(graph, found.products[0], *product) &&
                                    can_share_launch(graph.nodes()[found.loras[0]], node)))) {
@@ -155,17 +156,17 @@ std::optional<AdaptedProducts> own_adapted(const StepGraph& graph, const Arrays&
 
 }  // namespace
 
-void fuse_adapters(StepGraph& graph, bool in_products) {
+void fuse_adapters(StepGraph& graph, IsProduct is_product, bool in_products) {
   for (auto& node : graph.nodes()) {
     std::optional<AdaptedProducts> found;
     if (node.is_absorbed || !std::holds_alternative<std::monostate>(node.fusion)) {
       continue;
     }
     if (node.op == Op::silu_mul) {
-      found = own_adapted(graph, node.inputs);
+      found = own_adapted(graph, node.inputs, is_product);
     } else if (in_products && adds_rows(node)) {
       for (int side : {1, 0}) {
-        if (!found && (found = own_adapted(graph, {node.inputs[side]}))) {
+        if (!found && (found = own_adapted(graph, {node.inputs[side]}, is_product))) {
           found->addend = node.inputs[1 - side];
         }
       }
@@ -179,6 +180,18 @@ void fuse_adapters(StepGraph& graph, bool in_products) {
       }
     }
     node.fusion = std::move(*found);
+  }
+}
+
+void fuse_lone_adapters(StepGraph& graph, IsProduct is_product) {
+  for (auto& node : graph.nodes()) {
+    if (node.is_absorbed || !is_adapted(graph, node)) {
+      continue;
+    }
+    if (auto product = own_product(graph, node.inputs[Lora::kBase], is_product)) {
+      graph.nodes()[*product].is_absorbed = true;
+      node.fusion = AdaptedProducts{{*product}, {graph.index_of(node)}, std::nullopt};
+    }
   }
 }
 

@@ -28,7 +28,7 @@ struct AddedProduct {
   mx::array addend;
 };
 
-// silu_mul of two products with low-rank adapters, or an addition to one.
+// silu_mul of two products with low-rank adapters, an addition to one, or one alone.
 struct AdaptedProducts {
   std::vector<size_t> products;
   std::vector<size_t> loras;  // of each product

@@ -24,7 +24,9 @@ void fuse_gate_up(StepGraph& graph, IsProduct is_product);
 void fuse_residual(StepGraph& graph, IsProduct is_product);
 
 // AdaptedProducts: silu_mul of two products with adapters, and with `in_products` additions to one.
-void fuse_adapters(StepGraph& graph, bool in_products);
+void fuse_adapters(StepGraph& graph, IsProduct is_product, bool in_products);
+// AdaptedProducts: a lora that nothing took in, and its product, if nothing else reads that.
+void fuse_lone_adapters(StepGraph& graph, IsProduct is_product);
 // The product that makes the base of a lora from the same x; nothing for other nodes.
 std::optional<size_t> adapted_product(const StepGraph& graph, const GraphNode& node);
 // True if one launch can serve both loras: they have one x, and matrices of one rank.

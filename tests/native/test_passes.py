@@ -168,6 +168,20 @@ def test_other_adapters_stay_apart(build: Build) -> None:
     assert fused_adapters(build) == []
 
 
+def lone_adapters(build: Build) -> list[tuple[str, list[str]]]:
+    return fusions("lone_adapters", build, mx.zeros(X), mx.zeros(3, mx.int32))
+
+
+def test_an_adapter_takes_in_its_product() -> None:
+    found = lone_adapters(lambda x, s: ops.silu_mul(adapted(x, s), adapted(x, s)))
+    assert found == [("lora", ["Matmul"])] * 2
+
+
+@pytest.mark.parametrize("build", [base_is_read, lambda x, s: adapted(x, s, base=linear(x * 2.0))])
+def test_other_products_stay_apart(build: Build) -> None:
+    assert lone_adapters(build) == []
+
+
 # --- Norms ----------------------------------------------------------------------------------------
 
 

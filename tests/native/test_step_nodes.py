@@ -111,6 +111,73 @@ def test_adapters_in_a_cpu_executable(rng, dtype: mx.Dtype, are_inputs: bool) ->
     np.testing.assert_array_equal(np.array(got), np.array(build(*inputs)))
 
 
+def alone(outs: list[mx.array], _: mx.array) -> mx.array:
+    return mx.concatenate(outs, axis=1)
+
+
+def gated(outs: list[mx.array], _: mx.array) -> mx.array:
+    return ops.silu_mul(*outs)
+
+
+def added(outs: list[mx.array], base: mx.array) -> mx.array:
+    return mx.concatenate([base + out for out in outs], axis=1)
+
+
+@needs_cpu_steps
+@pytest.mark.parametrize("finish", [alone, gated, added])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["float32", "4 bits"])
+def test_a_product_adds_its_adapters_on_the_cpu(rng, finish, is_quantized: bool) -> None:
+    """The bits are those of the operations one by one; one phase more than without adapters."""
+    rows, k, n, rank = 37, 160, 208, 12
+    chosen = rng.integers(-1, ADAPTERS + 1, rows).astype(np.int32)
+    x, base = normal(rng, rows, k, dtype=mx.float32), normal(rng, rows, n, dtype=mx.float32)
+    bias = normal(rng, n, dtype=mx.float32)
+    weights = [normal(rng, n, k, dtype=mx.float32) for _ in range(2)]
+    stacks = [
+        [normal(rng, ADAPTERS, rank, size, dtype=mx.float32) for size in (k, n)] for _ in range(2)
+    ]
+    packed = [mx.quantize(weight, group_size=32, bits=4) for weight in weights]
+    mx.eval(packed)
+
+    def product(x: mx.array, i: int) -> mx.array:
+        if is_quantized:
+            return ops.quantized_linear(x, *packed[i], group_size=32, bits=4)
+        return ops.linear(x, weights[i], bias)
+
+    def build(x: mx.array, base: mx.array, adapters: mx.array, adapts: bool = True) -> mx.array:
+        outs = [product(x, i) for i in range(2)]
+        if adapts:
+            outs = [ops.lora(out, x, adapters, *stacks[i]) for i, out in enumerate(outs)]
+        return finish(outs, base)
+
+    given = [x, base, mx.array(chosen)]
+    unknown = executables.placeholders(given)
+    adapted, plain = (
+        executables.CpuExecutable(unknown, [build(*unknown, adapts)]) for adapts in (True, False)
+    )
+    assert adapted.num_phases == plain.num_phases + 1
+    [got], [without] = adapted(given), plain(given)
+    np.testing.assert_array_equal(np.array(got), np.array(build(*given)))
+    has_none = (chosen < 0) | (chosen >= ADAPTERS)
+    np.testing.assert_array_equal(np.array(got)[has_none], np.array(without)[has_none])
+    assert (np.array(got) != np.array(without))[~has_none].any(axis=1).all()
+
+
+@needs_cpu_steps
+def test_a_product_that_others_read_keeps_its_sums(rng) -> None:
+    _, x, adapters, a, b = lora_inputs(rng, mx.float32, mx.float32)
+    weight = normal(rng, N, K, dtype=mx.float32)
+
+    def build(x: mx.array, adapters: mx.array) -> list[mx.array]:
+        out = ops.linear(x, weight)
+        return [ops.lora(out, x, adapters, a, b), out]
+
+    unknown = executables.placeholders([x, adapters])
+    executable = executables.CpuExecutable(unknown, build(*unknown))
+    for got, expected in zip(executable([x, adapters]), build(x, adapters), strict=True):
+        np.testing.assert_array_equal(np.array(got), np.array(expected))
+
+
 @needs_simulator
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adapters_on_the_simulated_gpu(rng, dtype: mx.Dtype) -> None:

@@ -115,7 +115,9 @@ Fusions run_pass(const Arrays& inputs, const Arrays& outputs, const std::string&
   } else if (name == "qkv_write") {
     fuse_qkv_write(graph, true);
   } else if (name == "adapters") {
-    fuse_adapters(graph, true);
+    fuse_adapters(graph, is_linear, true);
+  } else if (name == "lone_adapters") {
+    fuse_lone_adapters(graph, is_linear);
   } else if (name == "experts") {
     fuse_experts(graph);
   } else {
