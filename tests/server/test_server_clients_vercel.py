@@ -68,7 +68,7 @@ def test_reasoning(found, model) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_forced_calls_and_objects(found, model) -> None:
     report = found[model]
-    for call in report["forced"]:
+    for [call] in report["forced"]:
         assert call["name"] == "get_weather" and call["input"]["city"] in ("Oslo", "Rome")
     for value in (report["object"], report["streamedObject"]):
         assert value["sky"] in ("clear", "cloudy", None) and len(value["days"]) <= 2
