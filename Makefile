@@ -121,6 +121,7 @@ wheel: $(INSTALLED_TESTS)
 # Builds in the environment that it installs into, not in one that pip makes anew: MLX is fetched once, and
 # the objects kept in build/ serve the next build. That holds for dependencies that come as source, too: they
 # need setuptools. An installation never loses what a larger one has added.
+# The packages that are needed are fetched and unpacked while the extension is compiled.
 # (--no-compile: compiling all modules of all packages takes half a minute. Python compiles those it imports.)
 KEEP_SANITIZED := $(filter ON,$(SANITIZE))$(wildcard $(INSTALLED_DEV)-sanitized)
 KEEP_ORACLE := $(filter ON,$(ORACLE))$(wildcard $(INSTALLED_DEV)-oracle)
@@ -132,13 +133,16 @@ define install
 	$(BIN)/python scripts/build_backend.py requirements $(BACKEND) > $(VENV)/build-requirements.txt
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
 		--requirement $(VENV)/build-requirements.txt
+	$(BIN)/python scripts/build_backend.py dependencies '$1' > $(VENV)/requirements.txt
 	$(BIN)/python scripts/install_progress.py $(BIN)/python -m pip install --verbose --no-compile \
-		--no-build-isolation --config-settings=build-dir=build/{wheel_tag} \
+		--no-build-isolation --no-deps --config-settings=build-dir=build/{wheel_tag} \
 		--config-settings=cmake.define.MLX_PAGED_WERROR=$(WERROR) \
 		--config-settings=cmake.define.MLX_PAGED_CUDA=$(CUDA) \
 		--config-settings=cmake.define.MLX_PAGED_BUILD_TESTS=$2 \
 		--config-settings=cmake.define.MLX_PAGED_SANITIZE=$3 \
-		--editable '.[$1]'
+		--editable . \
+		--beside $(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
+		--requirement $(VENV)/requirements.txt
 endef
 # mlx-vlm without its dependencies: see `vision` in pyproject.toml.
 MLX_VLM := 0.7.10

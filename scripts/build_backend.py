@@ -4,7 +4,7 @@ pip calls the hooks in this file (pyproject.toml, build-system). They are scikit
 if a CUDA backend should be built and the machine has no nvcc, they also request NVIDIA's from pip.
 CMake (csrc/cuda/cuda.cmake) runs `python scripts/build_backend.py SETTING COMPILER` for the
 decision, and the Makefile runs `python scripts/build_backend.py requirements EXTRA` for build
-requirements.
+requirements and `dependencies EXTRAS` for those of the package.
 
 pip does not tell a build which extras were requested. So the CUDA backend is built if an NVIDIA
 driver is loaded, or if the Python that builds has an MLX for CUDA; `MLX_PAGED_CUDA=ON` and `OFF`
@@ -199,6 +199,25 @@ def build_requirements(extra: str) -> list[str]:
     return [*requirements, "cmake>=3.25", "ninja>=1.10"]
 
 
+def dependencies(extras: str) -> list[str]:
+    """Lists the packages that the package needs, which pip can install while it is compiled.
+
+    Args:
+        extras: Extras that need more packages, as ``dev,cpu``. Extras that they name are included.
+    """
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
+    def listed(extras: str) -> list[str]:
+        found = []
+        for extra in filter(None, extras.split(",")):
+            for line in project["optional-dependencies"][extra]:
+                own = re.fullmatch(r"mlx-paged\[(.+)\]", line)
+                found += listed(own[1]) if own else [line]
+        return found
+
+    return list(dict.fromkeys([*project["dependencies"], *listed(extras)]))
+
+
 def main() -> None:
     """Prints the decision and its details as a CMake list, for csrc/cuda/cuda.cmake."""
     if sys.argv[1:] == ["gpu"]:
@@ -206,6 +225,9 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["requirements"]:
         print(*build_requirements(*sys.argv[2:3] or [""]), sep="\n")
+        return
+    if sys.argv[1:2] == ["dependencies"]:
+        print(*dependencies(*sys.argv[2:3] or [""]), sep="\n")
         return
     setting, compiler = (*sys.argv[1:], "", "")[:2]
     nvcc = compiler or find_nvcc()

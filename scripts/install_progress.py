@@ -1,11 +1,12 @@
 """Runs `pip install --verbose` and shows its progress instead of its output.
 
-python scripts/install_progress.py COMMAND...
+python scripts/install_progress.py COMMAND... [--beside COMMAND...]
 
 pip prints nothing while it compiles, which takes minutes. This script parses pip's output and
 ninja's lines ``[12/87] Building ...``. At a terminal it draws one line; elsewhere it prints a line
-occasionally. If the command fails, it prints the end of the output and returns the exit status. It
-needs only Python, because it runs before anything is installed.
+occasionally. If the command fails, it prints the end of the output and returns the exit status. A
+second command runs at the same time without being shown. This script needs only Python, because it
+runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -121,14 +123,36 @@ def run(command: Sequence[str], display: Display) -> tuple[int, list[str]]:
         display.take(line)
 
 
+def run_both(
+    command: Sequence[str], beside: Sequence[str], display: Display
+) -> tuple[int, list[str]]:
+    """Like `run`, with a second command at the same time. A failure of the first one stops it."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        with subprocess.Popen(beside, stdout=output, stderr=subprocess.STDOUT) as other:
+            status, last = run(command, display)
+            if status:
+                other.terminate()
+                return status, last
+            display.take("Installing collected packages")
+            while other.poll() is None:
+                time.sleep(0.1)
+                display.draw()
+        output.seek(0)
+        return other.returncode, list(deque(output, maxlen=_LINES_OF_A_FAILURE))
+
+
 def main() -> int:
     if len(sys.argv) < 2:
         print(__doc__, file=sys.stderr)
         return 2
     display = Display(sys.stderr, at_terminal=sys.stderr.isatty())
+    command, beside = sys.argv[1:], []
+    if "--beside" in command:
+        at = command.index("--beside")
+        command, beside = command[:at], command[at + 1 :]
     try:
-        status, last = run(sys.argv[1:], display)
-    except KeyboardInterrupt:  # the command received it too
+        status, last = run_both(command, beside, display) if beside else run(command, display)
+    except KeyboardInterrupt:  # the commands received it too
         display.end()
         return 130
     display.end()

@@ -148,6 +148,17 @@ def test_requirements_of_a_build_name_the_backend(monkeypatch, extra: str, mlx: 
     assert (NVCC_WHEELS[0] in requirements) == (extra == "cuda13")
 
 
+def test_dependencies_include_those_of_extras_that_extras_name() -> None:
+    plain = build_backend.dependencies("")
+    assert "mlx==0.32.4" in plain and not any(line.startswith("pytest") for line in plain)
+    found = build_backend.dependencies("dev,cpu")
+    assert found[: len(plain)] == plain and len(found) == len(set(found))
+    # `dev` names `eval`, which names `server`.
+    for name in ("pytest>", "lm_eval>", "starlette>", "mlx[cpu]=="):
+        assert any(line.startswith(name) for line in found), name
+    assert not any(line.startswith(("mlx-paged", "torch")) for line in found)
+
+
 # --- Before a build -------------------------------------------------------------------------------
 
 

@@ -68,9 +68,10 @@ def test_at_a_terminal_one_line_is_redrawn(script, monkeypatch) -> None:
     assert any(line.startswith(f"compiling [{'#' * 12}{'-' * 12}] 44/87  0:") for line in drawn)
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, beside: str | None = None) -> subprocess.CompletedProcess[str]:
+    second = ["--beside", sys.executable, "-c", beside] if beside is not None else []
     return subprocess.run(
-        [sys.executable, SCRIPT, sys.executable, "-c", code],
+        [sys.executable, SCRIPT, sys.executable, "-c", code, *second],
         check=False,
         capture_output=True,
         text=True,
@@ -89,3 +90,28 @@ def test_a_command_that_fails_shows_its_end_and_its_status() -> None:
     done = run("print('noise\\n' * 500 + 'error: no compiler'); raise SystemExit(7)")
     assert done.returncode == 7
     assert done.stderr.endswith("error: no compiler\n") and done.stderr.count("noise") < 100
+
+
+def test_a_command_beside_another_one_runs_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits for a file of the other."""
+    meet = (
+        "import pathlib, time\n"
+        f"mine, other = (pathlib.Path({str(tmp_path)!r}) / name for name in {{}})\n"
+        "mine.touch()\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+        "print('noise')\n"
+    )
+    done = run(meet.format(("a", "b")), meet.format(("b", "a")))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "installing packages\n")
+
+
+def test_a_command_beside_another_one_shows_its_failure() -> None:
+    done = run("print('[1/1] Building a')", "print('no such package'); raise SystemExit(3)")
+    assert done.returncode == 3
+    assert done.stderr == "compiling 1/1\ninstalling packages\nno such package\n"
+
+
+def test_a_command_that_fails_stops_the_one_beside_it() -> None:
+    endless = "import time\nwhile True: time.sleep(1)"
+    done = run("raise SystemExit(7)", endless)
+    assert done.returncode == 7 and "installing" not in done.stderr
