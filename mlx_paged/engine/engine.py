@@ -298,6 +298,11 @@ class Engine:
         if self._prefilling is not None:
             self._prefilling.wakes = call
 
+    def hang_up(self) -> None:
+        """Ends the connections of other engines, because this one takes no more steps."""
+        if self._prefilling is not None:
+            self._prefilling.server.close()
+
     @property
     def pressure_interval(self) -> float | None:
         """Seconds after which an idle engine wants `follow_pressure`; None: it need not be

@@ -156,6 +156,8 @@ class EngineThread:
         finally:
             gc_pause.resume_gc()
             self._fail_all(reason)
+            if hasattr(self, "engine"):
+                self.engine.hang_up()
             gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
             # Last: callers that waited for it must find the engine dead.
             if failure is not None and not self.ready.done():

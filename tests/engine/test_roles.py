@@ -185,7 +185,10 @@ def test_short_prompts_and_what_the_other_engine_cannot_compute_stay_here(pair: 
     assert transfers_of(pair.decode) == TransferStats()
 
 
-def test_a_server_wakes_for_prompts(tmp_path: Path, expected: list[int]) -> None:
+def test_a_server_wakes_for_prompts_and_for_room(
+    tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_WAITING_BYTES", 1)  # most blocks leave it when it is idle
     made: list[Engine] = []
 
     def make_engine() -> Engine:
@@ -204,6 +207,7 @@ def test_a_server_wakes_for_prompts(tmp_path: Path, expected: list[int]) -> None
         assert output.num_cached_tokens == NUM_CACHED
     finally:
         asyncio.run(served.shutdown())
+    assert not is_listening(port_of(made[0]))
 
 
 # --- Bounds ---------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class RemoteLevel:
     @property
     def is_tidy(self) -> bool:
         """False if `tidy` would end a transfer of a request that has ended."""
-        return not any(t.request.is_finished for t in self._transfers.values())
+        return all(t.request.num_unfinished for t in self._transfers.values())
 
     def _note_failure(self, transfer: _Transfer) -> None:
         if transfer.has_failed:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_paged.core import BlockTables, KVManager, PrefixNode, Request
+from mlx_paged.core import BlockTables, KVManager, PrefixNode, Request, Sequence
 from mlx_paged.core.kv.tier import ABSENT
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.offload.buffers import Buffers
@@ -60,13 +60,17 @@ class _Job:
     """
 
     outgoing: Outgoing
-    request: Request
+    sequence: Sequence
     depth: int
     num_queued: int
     pending: deque[tuple[PrefixNode, int]] = field(default_factory=deque)
     num_copying: int = 0
     num_copying_bytes: int = 0
     is_computed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.sequence.request.request_id
 
     @property
     def room(self) -> int:
@@ -169,7 +173,8 @@ class Prefilling:
     def add(self, outgoing: Outgoing, request: Request) -> None:
         """Begins to send the blocks of a request that was added to the engine."""
         depth, first = outgoing.request.num_tokens // self._block_size, outgoing.request.first_block
-        self._jobs[request.request_id] = _Job(outgoing, request, depth, first)
+        [sequence] = request.sequences
+        self._jobs[request.request_id] = _Job(outgoing, sequence, depth, first)
         self.stats.num_prompts += 1
 
     def take_gone(self) -> list[str]:
@@ -212,12 +217,12 @@ class Prefilling:
         """Copies up to `most` bytes of blocks, if there is room for them; returns how many."""
         num_bytes = 0
         for job in list(self._jobs.values()):
-            [sequence] = job.request.sequences
+            sequence = job.sequence
             if sequence.tables is not None and sequence.tables.tip is not None:
                 self._queue(job, sequence.tables.tip)
             while job.pending and num_bytes < most and self._can_copy(job):
                 num_bytes += self._copy(job)
-            if job.request.is_finished and not job.is_computed:
+            if sequence.is_finished and not job.is_computed:
                 self._end(job, f"the prompt was ended: {sequence.finish_reason}")
             elif job.is_computed and not job.pending and not job.num_copying:
                 self._end(job, None)
@@ -235,7 +240,7 @@ class Prefilling:
         assert digest is not None
 
         def copied() -> None:
-            if self._jobs.get(job.request.request_id) is job:
+            if self._jobs.get(job.name) is job:
                 job.num_copying -= 1
                 job.num_copying_bytes -= size
             stats.add(1, size)
@@ -250,7 +255,7 @@ class Prefilling:
         return size
 
     def _end(self, job: _Job, failure: str | None) -> None:
-        if self._jobs.pop(job.request.request_id, None) is not None:
+        if self._jobs.pop(job.name, None) is not None:
             self.stats.num_failed_prompts += failure is not None
             job.outgoing.end(failure)
 
