@@ -3,10 +3,10 @@
 python bench/roles.py --model 3B               # on a machine with two GPUs: one for each engine
 python bench/roles.py --length 2048            # the embedded model, on the CPU's cores
 
-Some streams run. Long prompts arrive at a fixed interval, twice the time that one engine takes for
-a prompt alone. Measured are the time to each prompt's first token, and the gaps of the streams
-between the first prompt's arrival and the last one's first token. One engine has one GPU, or all
-cores; of the pair, each has a GPU, or half of the cores. Every answer must be the same.
+Some streams run. Long prompts arrive at a fixed interval, by default twice the time that one engine
+takes for a prompt alone. Measured are the time to each prompt's first token, and the gaps of the
+streams between the first prompt's arrival and the last one's first token. One engine has one GPU,
+or all cores; of the pair, each has a GPU, or half of the cores. Every answer must be the same.
 
 Before that, blocks of 2 MiB travel over loopback alone, with both ends in one process.
 """
@@ -287,12 +287,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--step-tokens", type=int, default=0, help="0: the engine's own")
+    parser.add_argument("--interval", type=float, default=0.0, help="seconds between prompts")
     parser.add_argument("--name", default="roles", help="of the file of results")
     for name in ("--measure", "--prefill"):
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     for name in ("--path", "--secret", "--address"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
-    parser.add_argument("--interval", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.path = options.path or None
     if options.prefill:
@@ -310,7 +310,7 @@ def main() -> None:
         options.secret.write_text(os.urandom(32).hex())
         if options.model != "embedded":
             options.path = write_model(folder, options.model, options.bits)
-        one = measured(options, 1)
+        one = measured(options, 1, "--interval", str(options.interval))
         address = f"127.0.0.1:{free_port()}"
         interval = str(one["interval_ms"] / 1e3)
         with prefilling(options, address):
