@@ -16,7 +16,7 @@ from support.embedded_llm import SHARED, check_at_rest, make, tokens_of
 from support.fake_vlm import Picture, fake_vlm, prepared
 from support.grouped_models import GROUPED, WINDOWED, engine_of
 from support.guesses import guess
-from support.mixed_requests import SCHEMA, assert_same, requests_of
+from support.mixed_requests import SCHEMA, TOOL_CALL, assert_same, requests_of
 from support.models import embedded, random_tokens
 from support.reference import ON_GPU
 from support.thinking import thinking_model
@@ -42,8 +42,12 @@ def tell(drafter: Any, outputs: Sequence[RequestOutput]) -> None:
 @pytest.mark.one_in(255)
 @pytest.mark.parametrize("seed", range(16))
 def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
-    """A tight pool preempts some, and several share prefixes."""
+    """A tight pool preempts some, several share prefixes, and some must call a tool."""
     prompts, params = requests_of(seed, 60)
+    for i in range(0, 60, 8):
+        params[i] = replace(
+            params[i], structured_outputs=TOOL_CALL, stop_token_ids=None, max_tokens=60
+        )
     options = {"num_gpu_blocks_override": 70, "block_size": 8, "max_num_batched_tokens": 64}
     plain = make(**options)
     expected = plain.generate(prompts, params)
@@ -119,12 +123,15 @@ def test_mixed_requests_are_the_same_with_lookups(lookup: dict[str, Any], adapti
 @pytest.mark.skipif(ON_GPU, reason="a code may flip with the last bit of a GPU's sum")
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_quantized_pools(kv_cache_dtype: str) -> None:
-    prompts, params = requests_of(11, 16)
+    prompts, params = requests_of(11, 12)
     options: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "block_size": 8}
+    options |= {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
     expected = make(**options).generate(prompts, params)
     llm = make(**options)
     tell(guess(llm, 0.7), expected)
-    assert_same(llm.generate(prompts, params), expected)
+    for _ in range(2):  # The second time finds prefixes.
+        assert_same(llm.generate(prompts, params), expected)
+    assert llm.stats().num_preemptions > 0
     check_at_rest(llm)
 
 
@@ -138,10 +145,11 @@ def test_windows_and_recurrent_states_are_rolled_back(name: str) -> None:
         for i in range(len(prompts))
     ]
     expected = engine_of(name).generate(prompts, params)
-    llm = engine_of(name)
+    llm = engine_of(name, num_gpu_blocks_override=26, typical_context_len=20)
     tell(guess(llm, 0.7, splits=name in WINDOWED), expected)
     assert_same(llm.generate(prompts, params), expected)
     assert_same(llm.generate(prompts, params), expected)
+    assert llm.stats().num_preemptions > 0
     stats = llm.stats().spec_decoding
     assert stats is not None and stats.num_accepted_tokens > 20
     assert stats.num_draft_tokens > stats.num_accepted_tokens
@@ -171,22 +179,47 @@ def test_thinking_budgets() -> None:
     assert stats is not None and stats.num_accepted_tokens > 20
 
 
-def test_a_picture_in_the_prompt() -> None:
-    prompt = prepared([5, 6, 7], Picture(1, 20), [8, 9])
-    params = SamplingParams(temperature=0.7, seed=1, max_tokens=30, ignore_eos=True)
+def test_pictures_in_the_prompts() -> None:
+    """They come while others are answered, share pictures, and some are preempted."""
+    pictures = [Picture(number, 12 + 5 * number) for number in range(3)]
+    prompts = [
+        prepared([5, 6, 7 + i % 2], pictures[i % 3], [8, 9], *pictures[: i % 2], [10 + i])
+        for i in range(10)
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.7 * (i % 3), seed=i, max_tokens=20 + i, ignore_eos=True, n=1 + i % 2
+        )
+        for i in range(len(prompts))
+    ]
 
-    def answer(llm: LLM) -> RequestOutput:
-        output = llm.engine.add_request("r", prompt.token_ids, params, media=prompt)
-        while llm.engine.has_unfinished:
+    def engine() -> LLM:
+        return LLM(
+            fake_vlm()[0], num_gpu_blocks_override=22, block_size=8, max_num_batched_tokens=40
+        )
+
+    def answers(llm: LLM) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        num_steps = 0
+        while len(outputs) < len(prompts) or llm.engine.has_unfinished:
+            if num_steps % 3 == 0 and (i := len(outputs)) < len(prompts):
+                prompt = prompts[i]
+                outputs.append(
+                    llm.engine.add_request(str(i), prompt.token_ids, params[i], media=prompt)
+                )
             llm.engine.step()
-        return output
+            num_steps += 1
+        return outputs
 
-    expected = answer(LLM(fake_vlm()[0], num_gpu_blocks_override=60))
-    llm = LLM(fake_vlm()[0], num_gpu_blocks_override=60)
-    tell(guess(llm, 0.8), [expected])
-    assert_same([answer(llm)], [expected])
-    stats = llm.stats().spec_decoding
-    assert stats is not None and stats.num_accepted_tokens > 10
+    expected = answers(engine())
+    llm = engine()
+    tell(guess(llm, 0.8), expected)
+    for _ in range(2):  # The second time finds prefixes.
+        assert_same(answers(llm), expected)
+    stats = llm.stats()
+    assert stats.spec_decoding is not None and stats.spec_decoding.num_accepted_tokens > 100
+    assert stats.num_preemptions > 0
+    llm.engine.check_integrity()
 
 
 def test_what_a_grammar_forces_is_drafted() -> None:

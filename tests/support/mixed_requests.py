@@ -21,6 +21,26 @@ SCHEMA = {
     "required": ["name", "kind", "count"],
     "additionalProperties": False,
 }
+# What `tool_choice` "required" makes of two functions.
+TOOL_CALL = {
+    "structural_tag": {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": ["<call="],
+            "tags": [
+                {
+                    "begin": f"<call={name}>",
+                    "content": {"type": "json_schema", "json_schema": SCHEMA},
+                    "end": "</call>",
+                }
+                for name in ("find", "sort")
+            ],
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+    }
+}
 
 
 def params_of(rng: random.Random) -> dict[str, Any]:
