@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import requests
-import schemathesis
 from hypothesis import HealthCheck, settings
-from schemathesis.pytest.lazy import get_all_tests
 
 from mlx_paged.server.app import openapi
 
@@ -32,11 +29,17 @@ def _paths() -> list[str]:
 
 
 PATHS = _paths()
-_SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 def check_path(url: str, path: str, *, max_examples: int) -> None:
     """Checks for 5xx, undocumented statuses or types, and answers that violate their schema."""
+    # A second of imports, for the few processes that run such a test. pyproject.toml keeps pytest
+    # from loading schemathesis as a plugin in all.
+    import requests
+    import schemathesis
+    from schemathesis.pytest.lazy import get_all_tests
+
+    schema = schemathesis.openapi.from_dict(DOCUMENT)
 
     def test(case: Any) -> None:
         response = case.call(base_url=url, timeout=300, session=session)
@@ -60,7 +63,7 @@ def check_path(url: str, path: str, *, max_examples: int) -> None:
         suppress_health_check=list(HealthCheck),
     )
     tests = get_all_tests(
-        schema=_SCHEMA.include(path=path), test_func=test, settings=few, given_kwargs={}
+        schema=schema.include(path=path), test_func=test, settings=few, given_kwargs={}
     )
     operations = [result.ok() for result in tests]
     assert len(operations) == len(DOCUMENT["paths"][path])
