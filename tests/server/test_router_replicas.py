@@ -18,11 +18,12 @@ from mlx_paged.cli.serve import replicas as options_of_replicas
 from mlx_paged.cli.serve.model_options import ModelOptions
 from mlx_paged.cli.serve.replicas import environments_of, with_shares
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.router import replicas
 from mlx_paged.server.router.metrics import ReplicaMetrics, merged
 from mlx_paged.server.router.prefixes import PrefixIndex, prefix_of
-from mlx_paged.server.router.process import LoadedModel, ProcessFailedError
+from mlx_paged.server.router.process import LoadedModel, ModelProcess, ProcessFailedError
 from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import (
     OVERLOAD_FACTOR,
@@ -32,6 +33,7 @@ from mlx_paged.server.router.routing import (
     Replica,
     RoutedRequest,
 )
+from mlx_paged.server.router.service import RouterService
 from mlx_paged.server.router.spec import ModelSpec
 
 # Prefixes.
@@ -376,6 +378,22 @@ def test_without_a_running_replica_requests_may_be_sent_again() -> None:
         await made.stop(0)  # It ends those that are loading, too.
         assert all(process.stops for process in made.processes)
 
+    asyncio.run(run())
+
+
+def test_a_server_of_one_model_ends_if_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: Any) -> Any:
+        raise ProcessFailedError("no memory")
+
+    async def run() -> None:
+        spec = ModelSpec("m", None, preload=True, environments=({}, {}))
+        service = RouterService([spec], ServerConfig(), "", entry="", budget=1 << 40)
+        assert await service.watch("") == 1
+        await service.finish(0)
+
+    monkeypatch.setattr(ModelProcess, "start", fail)
     asyncio.run(run())
 
 

@@ -71,7 +71,7 @@ class RouterService:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def watch(self, address: str) -> int | None:
-        """Preloads models. The router keeps running if one of them fails."""
+        """Preloads models. The router keeps running if one of several fails."""
         self._context.is_preloading = True
         names = ", ".join(model.name for model in self._pool.models)
         budget = self._pool.budget / _GIB
@@ -82,6 +82,8 @@ class RouterService:
                     await self._pool.load(model.name)
                 except ApiError as error:  # The reason is logged, unless there was no room.
                     logger.warning("the model %s is not preloaded: %s", model.name, error.message)
+                    if len(self._pool.models) == 1 and not self.is_draining:
+                        return 1
         self._context.is_preloading = False
         await asyncio.Event().wait()
         return None
