@@ -96,9 +96,19 @@ def compile_source(command: list[str], tmp_path_factory: pytest.TempPathFactory)
     return compile_once
 
 
-@pytest.mark.parametrize("source", MAC_ONLY, ids=name_of)
-def test_what_only_a_mac_compiles(compile_source: Compile, source: Path) -> None:
-    target, errors = compile_source(source)
+def unit_of(sources: list[Path], target: Path) -> Path:
+    """Writes a file of sources that CMake's unity build compiles together."""
+    target.write_text("".join(f'#include "{source}"\n' for source in sources))
+    return target
+
+
+@pytest.fixture(scope="module")
+def mac_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unit_of(MAC_ONLY, tmp_path_factory.mktemp("unit") / "mac_only.cpp")
+
+
+def test_what_only_a_mac_compiles(compile_source: Compile, mac_only: Path) -> None:
+    target, errors = compile_source(mac_only)
     assert not errors, errors[:4000]
     assert target.read_bytes()[:4] == b"\xcf\xfa\xed\xfe"  # Mach-O, 64 bits
 
@@ -112,9 +122,7 @@ def test_a_metallib_build_compiles(compile_source: Compile) -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_whole_extension(compile_source: Compile, tmp_path: Path, batch: str) -> None:
     """In the batches of CMake's unity build."""
-    source = tmp_path / f"{batch.replace(' ', '-')}.cpp"
-    source.write_text("".join(f'#include "{path}"\n' for path in BATCHES[batch]))
-    _, errors = compile_source(source)
+    _, errors = compile_source(unit_of(BATCHES[batch], tmp_path / f"{batch.replace(' ', '-')}.cpp"))
     assert not errors, errors[:4000]
 
 
@@ -146,12 +154,11 @@ def symbols(path: Path, *options: str) -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-@pytest.mark.parametrize("source", MAC_ONLY, ids=name_of)
 def test_libmlx_exports_what_a_mac_links_to(
-    mlx: Path, compile_source: Compile, source: Path
+    mlx: Path, compile_source: Compile, mac_only: Path
 ) -> None:
     """By mangled names, as the loader compares them."""
-    target, errors = compile_source(source)
+    target, errors = compile_source(mac_only)
     assert not errors, errors[:4000]
     theirs = re.compile(r"__Z(N|NK|TIN|TVN)(3mlx4core|3MTL|2NS)")
     needed = {name for name in symbols(target, "--undefined-only") if theirs.match(name)}

@@ -23,7 +23,7 @@ from support.plain import plain_caches
 BLOCK_SIZE = 32
 # Tokens per step: later steps of a text read the keys and values of earlier ones.
 CHUNK = 128
-NUM_TOKENS = 448  # of each text
+NUM_TOKENS = 288  # of each text
 
 CONVERSATIONS = [
     [{"role": "system", "content": REAL_SYSTEM_PROMPT}, {"role": "user", "content": chat}]
