@@ -23,7 +23,7 @@ from mlx_paged.engine.ranks import life
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.lead import Ranks, RanksExecutor
 from mlx_paged.engine.ranks.life import Follower, Group, last_words
-from mlx_paged.engine.ranks.messages import RESET, Message
+from mlx_paged.engine.ranks.messages import JOIN, READY, RESET, Message
 from mlx_paged.errors import EngineDeadError
 
 SECONDS = 30  # for events that come at once
@@ -63,6 +63,21 @@ def test_messages_reach_all_in_order(two: tuple[Group, list[Other]]) -> None:
         group.send(Message(RESET, {"i": i}).encode())
     for other in others:
         assert [other.channel.receive().fields["i"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_ranks_join_when_all_are_ready(two: tuple[Group, list[Other]]) -> None:
+    """Before that, rank 0 waits where it notices that one of them ends."""
+    group, others = two
+    waiting = threading.Thread(target=group.gather)
+    waiting.start()
+    others[1].channel.send(Message(READY).encode())
+    assert not others[1].channel.wait(0)
+    others[0].channel.send(Message(READY).encode())
+    assert [other.channel.receive().kind for other in others] == [JOIN, JOIN]
+    waiting.join(SECONDS)
+    others[1].end()
+    with pytest.raises(EngineDeadError, match="rank 2 of 3 ended"):
+        group.gather()
 
 
 def test_the_last_words_of_a_rank_are_the_reason(two: tuple[Group, list[Other]]) -> None:
@@ -133,6 +148,19 @@ def test_a_step_that_never_ends_is_told_and_ends_the_process(
         others[0].end()
         assert ended.wait(SECONDS)
     assert told == ["rank 1 of 3 ended"]
+
+
+def test_a_process_that_loads_waits_for_no_answers(
+    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "_TO_NOTICE", 0.0)
+    monkeypatch.setattr(life, "_TO_ANSWER", float("inf"))
+    ended = threading.Event()
+    monkeypatch.setattr(life.os, "_exit", lambda status: ended.set())
+    group, others = two
+    with group.loading():
+        others[0].end()
+        assert ended.wait(SECONDS)
 
 
 # --- Engines --------------------------------------------------------------------------------------

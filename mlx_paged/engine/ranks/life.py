@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.ranks.channel import Channel
+from mlx_paged.engine.ranks.messages import JOIN, Message
 from mlx_paged.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -79,12 +80,26 @@ class Group:
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._depth = 0  # of operations that rank 0 is in
+        self._is_loading = False
         self._is_closed = False
         self._pid = os.getpid()
         for follower in followers:
             threading.Thread(
                 target=self._watch, args=(follower,), name="mlx-paged-rank", daemon=True
             ).start()
+
+    def gather(self) -> None:
+        """Waits until all other ranks are ready, and has them join.
+
+        Raises:
+            EngineDeadError: One of the ranks has ended.
+        """
+        try:
+            for follower in self._followers:
+                follower.channel.receive()
+        except EOFError as error:
+            raise self.failed(error) from error
+        self.send(Message(JOIN).encode())
 
     def send(self, data: bytes) -> None:
         """Sends a message to all other ranks.
@@ -113,6 +128,17 @@ class Group:
             yield
         finally:
             self._depth -= 1
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """An operation before the first request: if it is stuck, no request waits for an error,
+        and the process ends at once."""
+        self._is_loading = True
+        try:
+            with self.operation():
+                yield
+        finally:
+            self._is_loading = False
 
     def failed(self, error: BaseException) -> EngineDeadError:
         """Ends all ranks after an error on rank 0; returns the error to raise.
@@ -175,13 +201,15 @@ class Group:
         if not self._is_stuck(_TO_NOTICE):
             return
         reason = str(self.failure)
-        try:
-            self.on_stuck(reason)
-        except Exception:
-            logger.exception("the end of a rank could not be told")
-        if self._is_stuck(_TO_ANSWER):
-            print(f"mlx-paged: {reason}; rank 0 ends, too", file=sys.stderr, flush=True)
-            os._exit(1)
+        if not self._is_loading:
+            try:
+                self.on_stuck(reason)
+            except Exception:
+                logger.exception("the end of a rank could not be told")
+            if not self._is_stuck(_TO_ANSWER):
+                return
+        print(f"mlx-paged: {reason}; rank 0 ends, too", file=sys.stderr, flush=True)
+        os._exit(1)
 
     def _is_stuck(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

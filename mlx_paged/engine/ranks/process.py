@@ -16,6 +16,7 @@ from typing import NoReturn
 from mlx_paged.engine.ranks import launch
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.life import follow_life, last_words
+from mlx_paged.engine.ranks.messages import READY, Message
 
 # isort: split
 import mlx.core as mx
@@ -32,6 +33,10 @@ def main() -> None:
     channel, life = Channel(sockets[0]), sockets[1]
     follow_life(life, os.getppid())
     try:
+        # MLX keeps the interpreter's lock while it waits for other ranks, and no thread could
+        # notice that one of them ends. So they join when all of them are here.
+        channel.send(Message(READY).encode())
+        channel.receive()
         collective = launch.join({}, backend)
     except Exception as error:
         last_words(life, error)

@@ -49,7 +49,7 @@ def make_engine(
     follow_if_launched(config.num_ranks)
     ranks = _ranks(config)
     try:
-        with ranks.group.operation():
+        with ranks.group.loading():
             return _make(ranks, model, config, dtype, generation_config, on_kernel)
     except BaseException as error:
         failure = ranks.group.failure
@@ -93,7 +93,8 @@ def _ranks(config: EngineConfig) -> Ranks:
     followers, environment, backend = launch.start(size, option)
     group = Group(followers)
     try:
-        with group.operation():
+        with group.loading():
+            group.gather()
             collective = launch.join(environment, backend, option)
     except BaseException:
         group.close()
