@@ -266,12 +266,14 @@ class Clocked:
         self.seq.request = SimpleNamespace(state=None)
         self.seq.is_finished = False
 
-    def step(self, seconds: float, gained: int, num_drafts: int) -> None:
-        """One step of one sequence."""
+    def step(
+        self, seconds: float, gained: int, num_drafts: int, *, num_prompt_rows: int = 0
+    ) -> None:
+        """One step of one sequence, and of a prompt's rows."""
         self.now += seconds
         batch = SimpleNamespace(
             has_drafts=num_drafts > 0, samples=[True], is_decode=num_drafts == 0, starts=[40],
-            num_seqs=1, num_tokens=1 + num_drafts, num_drafts=[num_drafts],
+            num_seqs=1, num_tokens=1 + num_drafts + num_prompt_rows, num_drafts=[num_drafts],
         )  # fmt: skip
         output: Any = SimpleNamespace(batch=batch, sequences=[self.seq])
         self.speculator.observe(output, [[7] * gained])
@@ -380,14 +382,29 @@ def test_the_first_step_of_a_size_compiles_and_is_not_counted() -> None:
     assert costs.seconds(2, 1, 100) == pytest.approx(1.6)
 
 
+def test_steps_with_drafts_and_prompts_teach_no_costs() -> None:
+    costs = LearnedCosts()
+    run = Clocked(costs)
+    for _ in range(3):
+        run.step(1.0, 1, 0)
+    run.speculator.is_active = True
+    before = costs.seconds(33, 1, 40)
+    for _ in range(3):
+        run.step(40.0, 2, 2, num_prompt_rows=30)
+    assert costs.seconds(33, 1, 40) == before
+    for _ in range(3):
+        run.step(4.0, 2, 32)
+    assert costs.seconds(33, 1, 40) < before
+
+
 def test_the_time_of_compiling_a_size_counts_before_its_first_step() -> None:
     measured = StepCosts((1, 2, 4), (1.0, 1.1, 1.3), (1.0, 1.1, 1.3), compiling=0.8)
     costs = LearnedCosts(measured)
-    costs.observe(1, 1, 100, 1.0)
-    assert costs.seconds(4, 1, 100) == pytest.approx(1.3), "compiled at start"
-    assert costs.seconds(3, 1, 100) == pytest.approx(1.2 + 0.8 / 8)
-    costs.observe(3, 1, 100, 2.0)
-    assert costs.seconds(3, 1, 100) == pytest.approx(1.2)
+    costs.observe(1, 1, 100, 2.0)  # A machine that is busier now.
+    assert costs.seconds(4, 1, 100) == pytest.approx(2.6), "compiled at start"
+    assert costs.seconds(3, 1, 100) == pytest.approx(2.4 + 2 * 0.8 / 8)
+    costs.observe(3, 1, 100, 4.0)
+    assert costs.seconds(3, 1, 100) == pytest.approx(2.4)
 
 
 def test_long_looks_become_rare() -> None:

@@ -51,10 +51,12 @@ class LearnedCosts:
         num_drafts = num_rows - num_seqs
         if num_drafts <= 0:
             return plain
-        seconds = plain * (1 + self._share(num_seqs, num_drafts) * num_drafts / num_seqs)
-        if self._measured is not None and num_rows not in self._compiled:
-            seconds += self._measured.compiling / _NUM_REPEATS
-        return seconds
+        longer = self._share(num_seqs, num_drafts) * num_drafts / num_seqs
+        measured = self._measured
+        if measured is not None and num_rows not in self._compiled:
+            before = measured.seconds(num_seqs, num_seqs, measured.context_len)
+            longer += measured.compiling / before / _NUM_REPEATS
+        return plain * (1 + longer)
 
     def observe(self, num_rows: int, num_seqs: int, context_len: float, seconds: float) -> None:
         """Learns from a step."""
