@@ -65,9 +65,9 @@ def test_threads_are_lowered_and_restored(process: subprocess.Popen[bytes]) -> N
         pytest.skip("raising threads takes a privilege")
     [before] = set(niceness(process.pid))
     lowered = LoweredPriority(process.pid)
-    assert niceness(process.pid) == [min(19, before + 10)] * 2
+    assert niceness(process.pid) == [min(19, before + priority._STEP)] * 2
     start_thread(process)  # inherits what it must not keep
-    assert niceness(process.pid) == [min(19, before + 10)] * 3
+    assert niceness(process.pid) == [min(19, before + priority._STEP)] * 3
     asyncio.run(lowered.restore())
     assert niceness(process.pid) == [before] * 3
 
@@ -98,7 +98,7 @@ def test_a_session_is_restored_when_linux_lets_it(
 ) -> None:
     before = session_niceness(process.pid)
     lowered = LoweredPriority(process.pid)
-    assert session_niceness(process.pid) == min(19, before + 10)
+    assert session_niceness(process.pid) == min(19, before + priority._STEP)
     set_session, refusals = priority._set_session, [errno.EAGAIN] * 2
 
     def busy(pid: int, nice: int) -> None:
