@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -15,6 +18,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 # isort: split
 import pytest
 from support.models import embedded_twin
+from support.ports import free_ports
 
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -26,7 +30,7 @@ from mlx_paged.engine.ranks.life import Follower, Group, last_words
 from mlx_paged.engine.ranks.messages import JOIN, READY, RESET, Message
 from mlx_paged.errors import EngineDeadError
 
-SECONDS = 30  # for events that come at once
+SECONDS = 60  # for events that come at once
 
 
 class Other:
@@ -161,6 +165,23 @@ def test_a_process_that_loads_waits_for_no_answers(
     with group.loading():
         others[0].end()
         assert ended.wait(SECONDS)
+
+
+def test_a_process_does_not_wait_forever_for_a_rank_that_is_gone(tmp_path: Path) -> None:
+    """MLX waits in C++, and keeps the interpreter's lock."""
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    code = (
+        "from mlx_paged.engine.ranks import launch; launch._TO_JOIN = 0.1; launch.join({}, 'ring')"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MLX_RANK": "0", "MLX_HOSTFILE": str(hosts),
+             "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert process.returncode == 1
+    assert "Timeout" in process.stderr and "in join" in process.stderr
 
 
 # --- Engines --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ collective tells the others the port and a secret, which each of them must send 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hmac
 import json
 import os
@@ -35,6 +36,7 @@ _SECRET_BYTES = 32
 _GREETING = struct.Struct(f"<{_SECRET_BYTES}sIB")  # secret, rank, which of its connections
 _CHANNEL, _LIFE = 0, 1
 _TO_CONNECT = 60.0  # seconds
+_TO_JOIN = 60.0  # of ranks on this machine, which are all ready; then the process ends
 _TO_GREET = 5.0
 # Seconds until TCP notices that a host is gone: idle, between probes; and probes.
 _KEEP_ALIVE = (2, 1, 3)
@@ -63,8 +65,14 @@ def join(
         expected = "1 in a process that has had an engine of several ranks"
         raise InvalidParameterError(option, expected, "more")
     _is_joined = True
-    with _environment(environment):
-        group = mx.distributed.init(strict=True, backend=backend)
+    if backend != "any":  # Those of `mlx.launch` may start at any time.
+        # MLX keeps the interpreter's lock while it waits, also for a rank that is gone.
+        faulthandler.dump_traceback_later(_TO_JOIN, exit=True, file=2)
+    try:
+        with _environment(environment):
+            group = mx.distributed.init(strict=True, backend=backend)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     # A ring has connected this rank to its neighbors alone.
     mx.eval(mx.distributed.all_sum(mx.ones((group.size(),)), group=group))
     return group
