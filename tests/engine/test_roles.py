@@ -33,11 +33,13 @@ from test_kv_offloading import mla
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams
 from mlx_paged.core import MissReason
+from mlx_paged.engine import build
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.staged_blocks import StagedBlockBytes
 from mlx_paged.offload.segments import Record
 from mlx_paged.transfer import receiver, server, wire
 
@@ -86,6 +88,21 @@ def test_every_kind_of_cache_travels(name: str, tmp_path: Path) -> None:
         assert output.outputs[0].token_ids == dense_answer(name, PROMPT, NUM_TOKENS)
         assert output.num_cached_tokens == NUM_CACHED and output.cache_miss is None
         assert pair.decode.stats().counters.num_restored_tokens == NUM_CACHED
+        assert contents_of(pair.decode, PROMPT[:97]) == contents_of(pair.prefill, PROMPT[:97])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+def test_blocks_travel_through_the_streams_of_devices(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with devices that have memory of their own: copies end later."""
+    monkeypatch.setattr(build, "SharedBlockBytes", StagedBlockBytes)
+    monkeypatch.setattr(server, "MAX_WAITING_BYTES", 1)
+    options = {"max_num_batched_tokens": 24, "typical_context_len": 100, "max_num_seqs": 8}
+    with pair_of(loaded(name), loaded(name), tmp_path, **options) as pair:
+        output = pair.answer(PROMPT, GREEDY)
+        assert output.outputs[0].token_ids == dense_answer(name, PROMPT, NUM_TOKENS)
+        assert output.num_cached_tokens == NUM_CACHED
         assert contents_of(pair.decode, PROMPT[:97]) == contents_of(pair.prefill, PROMPT[:97])
 
 

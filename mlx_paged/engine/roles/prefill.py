@@ -263,7 +263,7 @@ class Prefilling:
     def can_copy(self) -> bool:
         """True if `advance` has something to do in an engine without work."""
         return any(
-            self._can_copy(job) if job.pending else not job.num_copying
+            job.num_copying or not job.pending or self._can_copy(job)  # copies must be collected
             for job in self._jobs.values()
             if job.is_computed
         )
