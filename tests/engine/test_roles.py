@@ -343,7 +343,7 @@ def test_a_server_that_is_killed_in_the_middle(tmp_path: Path, expected: list[in
     options += ["--prefill-secret-file", str(secret), "--port", str(free_port())]
     options += ["--block-size", "8", "--max-num-batched-tokens", "8", "--max-num-seqs", "4"]
     command = [sys.executable, "-m", "mlx_paged", "serve", *options]
-    [prompt] = random_prompts(1000, seed=4)
+    [prompt] = random_prompts(400, seed=4)
     [tokens], _ = answers(make(embedded_twin(), **OPTIONS), [prompt])
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
