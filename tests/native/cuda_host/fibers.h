@@ -49,6 +49,9 @@ constexpr int kMaxBlocks = 8;  // of a cluster
 
 inline bool copies_at_once = false;
 
+// Whoever waits for the first wrong result sees its line at once.
+inline const int prints_lines = std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
+
 inline void require(bool ok, const char* what) {
   if (!ok) {
     std::printf("not so: %s\n", what);
