@@ -6,8 +6,8 @@
 
 - `check`: a real engine with the embedded model plays chats, and the simulator plays the same ones,
   see fleet/on_engine.py.
-- `chats`, `agents`, `thousand`: each replica is an H200 with Llama-3.2-3B, whose step times were
-  measured.
+- `chats`, `agents`, `crowded`, `thousand`: each replica is an H200 with Llama-3.2-3B, whose
+  step times were measured.
 - `macs`: the same with assumed times; no Mac has been measured.
 - `failures`: a rack of 8 of 64 replicas is lost for a minute.
 """
@@ -93,11 +93,10 @@ def simulated(
 
 
 def chats(traffic: dict[str, list[Recording]]) -> list[dict[str, Any]]:
-    cases = [(8, bursts, policy) for bursts in (False, True) for policy in POLICIES]
-    cases += [(64, True, policy) for policy in FEW]
     return [
-        simulated(traffic["chats"], policy, replicas, 300, think=THINK["chats"], bursts=bursts)
-        for replicas, bursts, policy in cases
+        simulated(traffic["chats"], policy, 8, 300, think=THINK["chats"], bursts=bursts)
+        for bursts in (False, True)
+        for policy in POLICIES
     ]
 
 
@@ -111,6 +110,15 @@ def agents(traffic: dict[str, list[Recording]]) -> list[dict[str, Any]]:
         )
         for replicas, live, bursts, policy in cases
     ]  # fmt: skip
+
+
+def crowded(traffic: dict[str, list[Recording]]) -> list[dict[str, Any]]:
+    """Full caches, which trees fill more or less evenly."""
+    return [
+        simulated(traffic["agents"], policy, 64, 8, think=THINK["agents"], seed=seed)
+        for policy in ("own prefix", "tree", "counting tree")
+        for seed in range(3)
+    ]
 
 
 def thousand(traffic: dict[str, list[Recording]]) -> list[dict[str, Any]]:
@@ -154,6 +162,7 @@ def check(traffic: dict[str, list[Recording]]) -> list[dict[str, Any]]:
 
 PARTS: dict[str, Callable[[dict[str, list[Recording]]], list[dict[str, Any]]]] = {
     "check": check, "chats": chats, "agents": agents, "thousand": thousand,
+    "crowded": crowded,
     "macs": macs, "failures": failures,
 }  # fmt: skip
 

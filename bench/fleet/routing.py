@@ -126,10 +126,7 @@ class Tree:
         self._limit = 0.0
 
     def choose(self, request: Request, alive: Sequence[Replica]) -> Replica:
-        if alive is not self._alive:
-            self._alive, self._racks = alive, {}
-            for replica in alive:
-                self._racks.setdefault(replica.number // self._rack, []).append(replica)
+        self._note_alive(alive)
         if self._num_chosen % _LOAD_REPORT == 0:
             mean = sum(replica.load for replica in alive) / len(alive)
             self._limit = 1.25 * mean + ABSOLUTE_IMBALANCE
@@ -137,6 +134,16 @@ class Tree:
         key = request.session.key
         order = sorted(self._racks, key=lambda rack: hash((key, rack)))
         rack = next((rack for rack in order if self._load(rack) <= self._limit), order[0])
+        return self._within(rack, request)
+
+    def _note_alive(self, alive: Sequence[Replica]) -> None:
+        if alive is self._alive:
+            return
+        self._alive, self._racks = alive, {}
+        for replica in alive:
+            self._racks.setdefault(replica.number // self._rack, []).append(replica)
+
+    def _within(self, rack: int, request: Request) -> Replica:
         if rack not in self._lower:
             self._lower[rack] = CacheAware(self._seed + rack, only_own=True)
         return self._lower[rack].choose(request, self._racks[rack])
@@ -144,6 +151,38 @@ class Tree:
     def _load(self, rack: int) -> float:
         members = self._racks[rack]
         return sum(each.load for each in members) / len(members)
+
+
+class CountingTree(Tree):
+    """A tree whose upper router counts live sessions.
+
+    A new session goes to one of two racks, chosen by its hashes: the one with fewer sessions for
+    each replica. It stays there until it ends or the rack is lost.
+    """
+
+    def __init__(self, seed: int, rack: int = 8) -> None:
+        super().__init__(seed, rack)
+        self._homes: dict[int, int] = {}
+        self._num_sessions: dict[int, int] = {}
+
+    def choose(self, request: Request, alive: Sequence[Replica]) -> Replica:
+        self._note_alive(alive)
+        session = request.session
+        rack = self._homes.get(session.key)
+        if rack not in self._racks:
+            if rack is not None:
+                self._num_sessions[rack] -= 1
+            order = sorted(self._racks, key=lambda rack: hash((session.key, rack)))
+            rack = min(order[:2], key=self._sessions_of_a_replica)
+            self._homes[session.key] = rack
+            self._num_sessions[rack] = self._num_sessions.get(rack, 0) + 1
+        if request.turn == len(session.recording.turns) - 1:
+            del self._homes[session.key]
+            self._num_sessions[rack] -= 1
+        return self._within(rack, request)
+
+    def _sessions_of_a_replica(self, rack: int) -> float:
+        return self._num_sessions.get(rack, 0) / len(self._racks[rack])
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
@@ -154,4 +193,5 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "cache-aware": CacheAware,
     "own prefix": partial(CacheAware, only_own=True),
     "tree": Tree,
+    "counting tree": CountingTree,
 }

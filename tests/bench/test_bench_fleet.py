@@ -13,7 +13,7 @@ from bench.fleet import metrics
 from bench.fleet.arrivals import sessions
 from bench.fleet.real import RealReplica
 from bench.fleet.replica import Limits, Replica, Request
-from bench.fleet.routing import POLICIES, Tree
+from bench.fleet.routing import POLICIES, CountingTree, Tree
 from bench.fleet.simulation import Failure, Simulation
 from bench.fleet.step_times import StepTimes, fitted, h200_3b
 from bench.fleet.traffic import Recording, Session, Turn, grouped, load, save
@@ -21,6 +21,8 @@ from bench.fleet.traffic import Recording, Session, Turn, grouped, load, save
 RECORDINGS = Path(__file__).resolve().parents[2] / "bench/fleet/recordings.json"
 TIMES = StepTimes(base=2e-3, row=1e-5, context=2e-8, prompt=9e-6, prompt_context=5e-10)
 SECONDS = 12.0
+KINDS = (Replica, RealReplica)
+TREES = {"tree": Tree, "counting tree": CountingTree}
 
 
 def recordings(seed: int) -> list[Recording]:
@@ -47,7 +49,7 @@ def run(
     )
     limits = Limits(tokens, max_num_seqs=16, max_num_batched_tokens=512)
     replicas = [kind(number, limits, TIMES) for number in range(4)]
-    chosen = Tree(seed, rack=2) if policy == "tree" else POLICIES[policy](seed)
+    chosen = TREES[policy](seed, rack=2) if policy in TREES else POLICIES[policy](seed)
     simulation = Simulation(
         replicas, chosen, played, think_seconds=0.3, seconds=SECONDS, seed=seed, failures=failures
     )
@@ -77,7 +79,7 @@ def test_hits_and_times_are_those_of_the_engines_scheduler(policy, tokens) -> No
 
 def test_full_replicas_preempt_as_often() -> None:
     figures = []
-    for kind in (Replica, RealReplica):
+    for kind in KINDS:
         requests, replicas = run("random", 0, 1536, kind)
         hit_rate = metrics.summary(requests, 0, SECONDS)["hit_rate"]
         figures.append((hit_rate, sum(each.num_preemptions for each in replicas)))
@@ -109,6 +111,11 @@ def test_a_lost_replica_loses_its_cache_and_its_requests_are_sent_again() -> Non
     assert all(each.is_alive for each in replicas)
     for request in requests:
         assert request.num_retries == 0 or request.end > 5.0
+    found, real = (
+        {key: each.num_cached_tokens for key, each in by_prompt(requests).items()}
+        for requests in (run("random", 2, 100_000, kind, [failure])[0] for kind in KINDS)
+    )
+    assert found == real  # replicas that are back have empty caches
     before, after = (
         metrics.summary(each, 5.0, 8.0)["hit_rate"] for each in (run("sticky")[0], requests)
     )
@@ -129,12 +136,31 @@ def test_sessions_stay_where_a_policy_says() -> None:
     run("sticky", kind=Noted, tokens=100_000)
     assert {len(each) for each in homes.values()} == {1}
     homes.clear()
-    run("tree", kind=Noted, tokens=100_000)
-    racks = [{number // 2 for number in each} for each in homes.values()]
-    assert {len(each) for each in racks} == {1} and len(set.union(*racks)) == 2
-    homes.clear()
+    for policy in TREES:
+        run(policy, kind=Noted, tokens=100_000)
+        racks = [{number // 2 for number in each} for each in homes.values()]
+        assert {len(each) for each in racks} == {1} and len(set.union(*racks)) == 2
+        homes.clear()
     run("round robin", kind=Noted, tokens=100_000)
     assert max(map(len, homes.values())) > 1
+
+
+def test_a_counting_tree_counts_the_sessions_of_each_rack() -> None:
+    tree = CountingTree(0, rack=2)
+    replicas = [Replica(number, Limits(4096), TIMES) for number in range(6)]
+    played = [Session(key, Recording(0, 0, (Turn(9, 9),) * 2), 0.0) for key in range(300)]
+
+    def choose(turn: int, alive: list[Replica]) -> None:
+        for session in played:
+            tree.choose(Request(session, turn, 0.0, 9, 9), alive)
+
+    choose(0, replicas)
+    assert sum(tree._num_sessions.values()) == 300
+    assert max(tree._num_sessions.values()) - min(tree._num_sessions.values()) < 10
+    choose(0, replicas[2:])
+    assert tree._num_sessions[0] == 0 and sum(tree._num_sessions.values()) == 300
+    choose(1, replicas[2:])
+    assert set(tree._num_sessions.values()) == {0}
 
 
 def test_step_times_are_fitted_and_add_up() -> None:
@@ -187,3 +213,17 @@ def test_a_prompt_that_fits_nowhere_is_an_error() -> None:
     replica.add(Request(Session(0, recording, 0.0), 0, 0.0, 100, 1), 0.0)
     with pytest.raises(AssertionError, match="100 tokens fits nowhere"):
         replica.start(0.0)
+
+
+def test_a_prefix_that_many_wait_for_is_computed_once() -> None:
+    recording = Recording(0, 960, (Turn(1000, 20),))
+    played = [Session(key, recording, 0.0) for key in range(5)]
+    hits = []
+    for kind in KINDS:
+        replica = kind(0, Limits(16_000, max_num_batched_tokens=256), TIMES)
+        simulation = Simulation(
+            [replica], POLICIES["sticky"](0), played, think_seconds=1.0, seconds=1.0
+        )
+        hits.append([each.num_cached_tokens for each in simulation.run()])
+        assert replica.num_computed_tokens == 960 + 5 * (40 + 19)
+    assert hits == [[0, 960, 960, 960, 960]] * 2
