@@ -205,8 +205,10 @@ class Engine:
                 self._relief.check_admission()
                 state = self.intake.state_of(new.checked)
                 self._add(state, new.checked)
-            except MlxPagedError as error:
-                new.outgoing.end(str(error))
+            except BaseException as error:
+                new.outgoing.end(str(error) or type(error).__name__)
+                if not isinstance(error, MlxPagedError):
+                    raise
             else:
                 prefilling.add(new.outgoing, state.request)
 
