@@ -2,6 +2,7 @@
 
 python bench/ranks.py                                   # on a machine with two or four GPUs
 python bench/ranks.py --models tiny --ranks 1 2         # on two CPU cores: does it run?
+python bench/ranks.py --pipeline                        # whole layers on each rank
 
 Every rank reads its part from files, which are written first (`--folder`, in main memory by
 default). The 70B shape has half of its layers, because all of them do not fit on one GPU in
@@ -132,10 +133,13 @@ def decode(engine: Engine, num_rows: int, length: int) -> dict[str, float]:
     }
 
 
-def measure(model: Path, ranks: int, rows: list[int], length: int) -> dict[str, Any]:
+def measure(
+    model: Path, ranks: int, rows: list[int], length: int, *, pipeline: bool
+) -> dict[str, Any]:
     blocks = max(rows) * (-(-(length + OUTPUT_TOKENS + max(rows)) // 32) + 1) + 8
     start = time.perf_counter()
-    config = EngineConfig(tensor_parallel_size=ranks, num_gpu_blocks_override=blocks)
+    option = "pipeline_parallel_size" if pipeline else "tensor_parallel_size"
+    config = EngineConfig(num_gpu_blocks_override=blocks, **{option: ranks})
     engine = make_engine(model, config)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1)}
     for num_rows in rows:
@@ -152,6 +156,7 @@ def measured(model: Path, ranks: int, options: argparse.Namespace) -> dict[str, 
     """Measures in a new process; returns its results, or its failure."""
     command = [sys.executable, __file__, "--measure", str(model), "--ranks", str(ranks)]
     command += ["--rows", *map(str, options.rows), "--length", str(options.length)]
+    command += ["--pipeline"] if options.pipeline else []
     ended = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     if ended.returncode or not lines:
@@ -180,6 +185,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS)[:3])
     parser.add_argument("--bits", nargs="+", type=int, choices=(4, 16), default=[16, 4])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--pipeline", action="store_true", help="divide the list of layers")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--folder", type=Path, help="for the models' files")
@@ -187,7 +193,10 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:
-        found = measure(options.measure, options.ranks[0], options.rows, options.length)
+        found = measure(
+            *(options.measure, options.ranks[0], options.rows, options.length),
+            pipeline=options.pipeline,
+        )
         print("RESULT", json.dumps(found), flush=True)
         return
     memory = Path("/dev/shm")
@@ -201,6 +210,7 @@ def main() -> None:
                 results[key] = {str(n): measured(model, n, options) for n in options.ranks}
             report(results, options)
     found = {"environment": environment(), "length": options.length, "models": results}
+    found["pipeline"] = options.pipeline
     print(save(options.name, found))
 
 
