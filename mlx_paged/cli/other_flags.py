@@ -60,6 +60,7 @@ _HINTS: dict[str, str] = {
     "--kv-cache-quantization": _QUANTIZED_KV,
     "--kv-cache-quantization-bits": _QUANTIZED_KV,
     "--kv-group-size": _QUANTIZED_KV,
+    "--kv-transfer-config": "it is --role prefill or decode here (docs/disaggregation.md)",
     "--lazy-load-model": "models besides the first (--model) are loaded when requests name them",
     "--max-cache-blocks": "it is --num-gpu-blocks-override here",
     "--max-kv-size": "--max-model-len sets the most tokens of prompt and answer",
