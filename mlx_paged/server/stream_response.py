@@ -1,8 +1,9 @@
 """EventStream and LineStream: responses that are sent piece by piece, as their pieces are made.
 
-A stream runs in the task of its request, beside one task that waits for the client to leave and one
-timer. Nothing of it is left in a reference cycle when it ends: with hundreds of streams, the cycles
-of anyio's task groups made the garbage collector stop the server.
+A stream has a task of its own, one that waits for the client to leave, and a timer. In the task of
+the request, each piece would have to wake a dozen coroutines of middleware. Nothing is left in a
+reference cycle when the stream ends: with hundreds of streams, the cycles of anyio's task groups
+made the garbage collector stop the server.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class LiveResponse(StreamingResponse):
         self._pieces = pieces
         self._trace = trace
         self._patience = config.read_timeout
-        self._scope = asyncio.timeout(None)  # It is cut when the client leaves or does not read.
-        self._is_open = False
+        self._stream: asyncio.Task[None] | None = None  # until it has ended
+        self._is_cut = False  # because the client has left or does not read
         self._sending_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,21 +60,19 @@ class LiveResponse(StreamingResponse):
             await self._send_head(send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
+        self._stream = asyncio.create_task(self._send_all(send))
         watch = asyncio.create_task(self._await_departure(receive))
+        self._schedule_check()
         try:
-            async with self._scope:
-                self._is_open = True
-                self._schedule_check()
-                await self._send_all(send)
-                self._is_open = False
-                # The end of the response also ends `receive`, which costs less than cancelling it.
-                await asyncio.sleep(0)
-        except TimeoutError:
-            if not self._scope.expired():
+            await self._stream
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if not self._is_cut or (this is not None and this.cancelling()):
                 raise
         finally:
-            self._is_open = False
+            self._stream = None
             self._stop()
+            # The end of the response also ends `receive`, which costs less than cancelling it.
             if not watch.done():
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
@@ -115,9 +114,9 @@ class LiveResponse(StreamingResponse):
         self._cut()
 
     def _cut(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._scope.reschedule(0.0)
+        if self._stream is not None and not self._stream.done():
+            self._is_cut = True
+            self._stream.cancel()
 
     def _schedule_check(self) -> None:
         loop = asyncio.get_running_loop()
