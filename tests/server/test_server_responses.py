@@ -112,9 +112,9 @@ def test_a_text_whole_and_streamed(client, engine) -> None:
 
 def test_the_sdk_whole_streamed_and_async(server, sdk, engine) -> None:
     said = " ".join(f"Hello {i}." for i in range(50))  # (a busy reader gets several tokens at once)
-    engine.says(said, said, said, said)
+    engine.says("Hello.", said, said, "Hello again.")
     whole = sdk.responses.create(model=MODEL, input="hello")
-    assert whole.output_text == said and whole.status == "completed"
+    assert whole.output_text == "Hello." and whole.status == "completed"
     deltas = [
         event.delta
         for event in sdk.responses.create(model=MODEL, input="hello", stream=True)
@@ -130,7 +130,7 @@ def test_the_sdk_whole_streamed_and_async(server, sdk, engine) -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             return (await client.responses.create(model=MODEL, input="hello")).output_text
 
-    assert asyncio.run(work()) == said
+    assert asyncio.run(work()) == "Hello again."
 
 
 class Person(BaseModel):
