@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -108,6 +109,7 @@ def test_layers_of_other_ranks_take_no_memory(dtype: str, tmp_path: Path) -> Non
 
     def loaded_bytes(rank: int | None) -> tuple[int, int]:
         """Bytes that a model takes, and those of a layer."""
+        gc.collect()  # Models of other tests must not be freed meanwhile.
         mx.synchronize()
         before = mx.get_active_memory()
         shard = None if rank is None else lambda model, c: divide_layers(model, c, OneOf(2, rank))
