@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,12 +21,16 @@ from mlx_paged.server.router.spec import ModelSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems change nothing")
 
-# Starts a thread for each line that it reads, and says so.
-THREADS = """
-import sys, threading
+# Starts a thread or a child for each line that it reads, and prints the child's id.
+STARTS = """
+import subprocess, sys, threading
 for line in sys.stdin:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-    print(flush=True)
+    child = None
+    if line == "child\\n":
+        child = subprocess.Popen(["sleep", "60"])
+    else:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    print(child.pid if child else "", flush=True)
 """
 
 
@@ -33,18 +39,19 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     """A leader of a session with two threads."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-c", THREADS], stdin=pipe, stdout=pipe, start_new_session=True
+        [sys.executable, "-c", STARTS], stdin=pipe, stdout=pipe, start_new_session=True
     ) as started:
-        start_thread(started)
+        start(started, "thread")
         yield started
-        started.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
 
 
-def start_thread(process: subprocess.Popen[bytes]) -> None:
+def start(process: subprocess.Popen[bytes], what: str) -> bytes:
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(b"\n")
+    process.stdin.write(f"{what}\n".encode())
     process.stdin.flush()
-    process.stdout.readline()
+    return process.stdout.readline()
 
 
 def niceness(pid: int) -> list[int]:
@@ -66,10 +73,12 @@ def test_threads_are_lowered_and_restored(process: subprocess.Popen[bytes]) -> N
     [before] = set(niceness(process.pid))
     lowered = LoweredPriority(process.pid)
     assert niceness(process.pid) == [min(19, before + priority._STEP)] * 2
-    start_thread(process)  # inherits what it must not keep
+    start(process, "thread")  # inherits what it must not keep
+    child = int(start(process, "child"))  # so does this
     assert niceness(process.pid) == [min(19, before + priority._STEP)] * 3
+    assert niceness(child) == [min(19, before + priority._STEP)]
     asyncio.run(lowered.restore())
-    assert niceness(process.pid) == [before] * 3
+    assert niceness(process.pid) == [before] * 3 and niceness(child) == [before]
 
 
 def test_threads_that_could_not_be_raised_again_stay(
@@ -158,7 +167,7 @@ def test_a_model_has_its_priority_back_when_it_is_loaded(
 
 def test_a_process_that_has_ended_needs_no_priority(process: subprocess.Popen[bytes]) -> None:
     lowered = LoweredPriority(process.pid)
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     asyncio.run(lowered.restore())
     asyncio.run(LoweredPriority(process.pid).restore())

@@ -19,7 +19,7 @@ _RETRY = 0.1
 
 
 class LoweredPriority:
-    """Lowers the CPU priority of a process until it is restored.
+    """Lowers the CPU priority of a process and its children until it is restored.
 
     Linux divides processors between sessions (autogroups) where no control groups do, and between
     threads otherwise. Every user may raise a session again, but a thread only with a privilege.
@@ -69,27 +69,28 @@ def _set_session(pid: int, nice: int) -> None:
     _session_file(pid).write_text(str(nice))
 
 
-def _threads_of(pid: int) -> set[int]:
-    try:
-        return set(map(int, os.listdir(f"/proc/{pid}/task")))
-    except OSError:
-        return set()
+def _threads_of(session: int) -> set[int]:
+    """Those of all its processes: a model on several devices has one for each rank."""
+    threads: set[int] = set()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):  # It has ended.
+            if name.isdigit() and os.getsid(int(name)) == session:
+                threads.update(map(int, os.listdir(f"/proc/{name}/task")))
+    return threads
 
 
 def _thread_nice(pid: int) -> int | None:
     """The niceness of a process's first thread; None if it cannot be told."""
-    if not _threads_of(pid):
-        return None
     try:
         return os.getpriority(os.PRIO_PROCESS, pid)
     except OSError:
         return None
 
 
-def _set_threads(pid: int, nice: int) -> None:
+def _set_threads(session: int, nice: int) -> None:
     """Sets the niceness of all threads, including those that a thread starts before its turn."""
     done: set[int] = set()
-    while found := _threads_of(pid) - done:
+    while found := _threads_of(session) - done:
         for thread in found:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, thread, nice)
