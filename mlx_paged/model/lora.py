@@ -29,6 +29,8 @@ from mlx_paged.platform import Platform
 
 # Ranks are multiples of this: products of few rows, and vectors of 16 bytes, end there.
 RANK_STEP = 8
+# Kimi K3 multiplies by the weights of these layers itself, so a changed call would change nothing.
+_NOT_CALLED = ("self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj")
 # Shape of the pools that hold the stacks; only the operation that writes them needs it.
 _BLOCK, _MAX_DIM, _NO_VALUES = 8, 512, 8
 
@@ -78,6 +80,8 @@ class AdapterTargets:
         for path, module in linear_layers(model).items():
             if module is projection:
                 refused[path] = "the output projection"
+            elif path.rpartition(".")[2] in _NOT_CALLED:
+                refused[path] = "a layer of which the model reads the weights only"
             else:
                 linear[path] = parts[path].whole if path in parts else shape_of(module)
         for path, module in model.named_modules():
