@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from mlx_paged.cli.chat.render import (
     LiveAnswer,
@@ -122,3 +123,33 @@ def test_a_long_answer_is_drawn_no_taller_than_the_screen_and_once_in_the_end(ma
     lines = [line.rstrip() for line in drawn(text, markup).split("\n")]
     if markup != "markdown":  # where it is one paragraph
         assert [line for line in lines if line] == text.split("\n")[:-1]
+
+
+def test_nothing_is_redrawn_while_a_finished_part_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, height=10)
+    answer = LiveAnswer(console, "plain")
+    refresh, printing, redrawn = answer._live.refresh, threading.current_thread(), threading.Event()
+    found: list[bool] = []
+
+    def recorded() -> None:
+        if threading.current_thread() is not printing:
+            redrawn.set()
+        refresh()
+
+    def slow(text: str, markup: Markup) -> RenderableType:
+        if threading.current_thread() is printing:
+            redrawn.clear()
+            found.append(redrawn.wait(0.3))
+        return rendered(text, markup)
+
+    monkeypatch.setattr(answer._live, "refresh", recorded)
+    monkeypatch.setattr("mlx_paged.cli.chat.render.rendered", slow)
+    with answer:
+        answer.feed("one\ntwo")
+        assert redrawn.wait(30)
+        answer._looked = 0.0
+        answer.feed("\nthree")
+        count = len(found)
+    assert count and not any(found[:count])

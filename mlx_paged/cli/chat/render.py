@@ -7,6 +7,7 @@ taller than the screen.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -76,30 +77,41 @@ class LiveAnswer:
         self._text = ""  # not printed permanently yet
         self._is_first = True
         self._looked = 0.0
+        # Rich's own redraws may come between the steps of a print, and leave lines on the screen.
         self._live = Live(
-            console=console,
-            transient=True,
-            refresh_per_second=_REDRAWS_PER_SECOND,
-            get_renderable=self._unfinished,
+            console=console, transient=True, auto_refresh=False, get_renderable=self._unfinished
         )
+        self._lock = threading.Lock()  # one thread draws
+        self._has_ended = threading.Event()
+        self._redrawing = threading.Thread(target=self._redraw, daemon=True)
 
     def __enter__(self) -> LiveAnswer:
         self._live.__enter__()
+        self._redrawing.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        text, self._text = self._text, ""
-        self._live.__exit__(None, None, None)  # clears the temporary drawing
+        self._has_ended.set()
+        with self._lock:
+            text, self._text = self._text, ""
+            self._live.__exit__(None, None, None)  # clears the temporary drawing
         if text.strip():
             self._print(text)
 
     def feed(self, piece: str) -> None:
         """Adds text to the answer."""
-        self._text += printable(piece)
         now = time.monotonic()
-        if "\n" in piece and now - self._looked >= 1 / _REDRAWS_PER_SECOND:
-            self._looked = now
-            self._print_finished()
+        with self._lock:
+            self._text += printable(piece)
+            if "\n" in piece and now - self._looked >= 1 / _REDRAWS_PER_SECOND:
+                self._looked = now
+                self._print_finished()
+
+    def _redraw(self) -> None:
+        while not self._has_ended.wait(1 / _REDRAWS_PER_SECOND):
+            with self._lock:
+                if not self._has_ended.is_set():
+                    self._live.refresh()
 
     def _print_finished(self) -> None:
         end = finished_part(self._text, self._markup)
