@@ -198,8 +198,6 @@ class Generation:
         context.underway.add(self)
         try:
             for prompt in self.prompts:
-                if self._is_aborted:
-                    raise errors.aborted()
                 self._streams.append(
                     await self.model.engine.submit(
                         EngineRequest(
@@ -212,6 +210,8 @@ class Generation:
                         )
                     )
                 )
+                if self._is_aborted:  # while the engine took the prompt
+                    raise errors.aborted()
         except MlxPagedError as error:
             self._close_streams()
             if isinstance(error, EngineDeadError):

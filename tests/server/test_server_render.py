@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -130,6 +131,24 @@ def test_a_request_is_ended_by_its_id(server, client, given) -> None:
     assert not server.context.underway
     server.wait_idle()
     assert client.post("/abort_requests", json=asked).json() == {"aborted": []}
+
+
+def test_a_request_is_ended_while_the_engine_takes_it(server, client, monkeypatch) -> None:
+    submit, is_ended = server.engine.submit, threading.Event()
+
+    async def slow(request: Any) -> Any:
+        stream = await submit(request)
+        while not is_ended.is_set():
+            await asyncio.sleep(0.001)
+        return stream
+
+    monkeypatch.setattr(server.engine, "submit", slow)
+    answer = begun(server, PLAIN, "early", prompt="x", **LONG)
+    asked = {"request_ids": ["early"]}
+    assert client.post("/abort_requests", json=asked).json() == {"aborted": ["early"]}
+    is_ended.set()
+    assert answer().status_code == 499
+    server.wait_idle()
 
 
 def test_a_stream_ends_with_the_error(server, client) -> None:
