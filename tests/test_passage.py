@@ -25,8 +25,8 @@ from mlx_paged.server.app import create_app
 from mlx_paged.server.config import ServerConfig
 
 #: Limits of (files, changes of file, calls) on the path.
-STEP = (26, 67, 115)
-CHAT = (85, 740, 1270)
+STEP = (26, 67, 117)
+CHAT = (86, 745, 1270)
 
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/architecture.md"

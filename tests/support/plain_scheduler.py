@@ -188,6 +188,7 @@ class PlainScheduler(Scheduler):
                 continue
             if num_schedulable_tokens(seq) and self._secure(seq):
                 step.add(seq, 1)
+        step.num_decodes = len(step.sequences)
 
     def update_from_output(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         assert self._in_flight.popleft() is output
