@@ -30,14 +30,10 @@ class Process:
         self.spec = spec
         self.told = asyncio.Event()
         self.failure: str | None = None
-        self.yields = False
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._machine = machine
         if machine.is_quick:
             self.told.set()
-
-    def yield_processors(self) -> None:
-        self.yields = True
 
     async def loaded(self) -> LoadedModel:
         await self.told.wait()
@@ -165,17 +161,6 @@ async def test_a_pinned_model_stays() -> None:
     assert machine.events == ["+a", "+b", "-b", "+c"]
     await pool.unload("a")  # unless somebody asks for it
     assert machine.events[-1] == "-a"
-
-
-@run
-async def test_a_model_is_loaded_behind_those_that_serve() -> None:
-    machine = Machine()
-    pool = machine.pool()
-    for name in ("a", "b"):
-        await used(pool, name)
-    yields = {name: process.yields for name, process in machine.processes.items()}
-    assert yields == {"a": False, "b": True}
-    await pool.close(0)
 
 
 @run

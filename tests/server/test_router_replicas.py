@@ -199,10 +199,6 @@ class Process:
         self.report: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
         self.end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.stops: list[float] = []
-        self.yields = False
-
-    def yield_processors(self) -> None:
-        self.yields = True
 
     async def loaded(self) -> LoadedModel:
         return await asyncio.shield(self.report)
@@ -283,21 +279,6 @@ def test_a_set_is_loaded_when_all_replicas_are() -> None:
     asyncio.run(run())
 
 
-def test_all_replicas_yield_to_other_models() -> None:
-    async def run() -> None:
-        made = Set(2)
-        made.yield_processors()
-        await made.run()
-        assert [process.yields for process in made.processes] == [True, True]
-        late = Set(1)
-        await settled()
-        late.yield_processors()
-        assert late.processes[0].yields
-        await asyncio.gather(made.stop(0), late.stop(0))
-
-    asyncio.run(run())
-
-
 def test_a_replica_that_cannot_be_loaded_in_the_beginning_fails_the_set() -> None:
     async def run() -> None:
         made = Set(3)
@@ -326,7 +307,6 @@ def test_a_dead_replica_comes_back_without_its_prefixes(delays: list[float]) -> 
         assert other.number == 1 - first.number and dead.stops == [0.0]
         again = made.processes[2]
         assert again.number == first.number and made.numbers == [other.number]
-        assert again.yields and not dead.yields  # the processors, to the one that serves
         again.load()
         await settled()
         assert made.numbers == [0, 1] and delays == [1.0]

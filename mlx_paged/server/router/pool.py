@@ -385,8 +385,6 @@ class ModelPool:
                 await self._make_room(model)
                 logger.info("loading the model %s", model.name)
                 process = model.process = await self._start(model.spec)
-            if any(other.is_loaded for other in self.models):
-                process.yield_processors()
             model.loaded = await process.loaded()
         except ApiError as no_room:
             return no_room

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_paged.server.router.priority import LoweredPriority
 from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import ModelSpec
 
@@ -72,10 +71,6 @@ class ServingProcess(Protocol):
     def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
         """Combines metrics that processes have answered, in Prometheus's text format."""
 
-    def yield_processors(self) -> None:
-        """Lets other processes have the processors first until the model is loaded. Call it at the
-        start."""
-
     async def loaded(self) -> LoadedModel:
         """Waits until the model is loaded.
 
@@ -113,7 +108,6 @@ class ModelProcess:
         self._process = process
         self._on_used = on_used
         self._loaded: asyncio.Future[dict[str, Any] | None] = asyncio.Future()
-        self._lowered: LoweredPriority | None = None
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
@@ -160,15 +154,9 @@ class ModelProcess:
         for text in texts.values():
             yield from text_string_to_metric_families(text)
 
-    def yield_processors(self) -> None:
-        """See `ServingProcess`."""
-        self._lowered = LoweredPriority(self._process.pid)
-
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""
         told = await asyncio.shield(self._loaded)
-        if self._lowered is not None:
-            await self._lowered.restore()
         if told is None:
             how = await self.ended()
             raise ProcessFailedError(f"its process ended while it was loading ({how})")

@@ -71,7 +71,6 @@ class ReplicaSet:
         self._metrics = ReplicaMetrics()
         self._places = [_Place(number) for number in range(spec.num_replicas)]
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._yields = False
         self._keeping = [asyncio.create_task(self._keep(place)) for place in self._places]
 
     @property
@@ -129,13 +128,6 @@ class ReplicaSet:
         for reason in Reason:
             placed.add_metric([reason.value], self._placement.counts[reason])
         return up, load, restarts, placed
-
-    def yield_processors(self) -> None:
-        """See `ServingProcess`. A replica that comes back yields them to the others."""
-        self._yields = True
-        for place in self._places:
-            if place.process is not None:
-                place.process.yield_processors()
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""
@@ -195,8 +187,6 @@ class ReplicaSet:
         """Runs one process of a replica until it has ended."""
         try:
             process = place.process = await self._start(place.number)
-            if self._yields or self.replicas:
-                process.yield_processors()
             report = await process.loaded()
         except (ProcessFailedError, OSError) as failure:
             place.failure = f"it could not be loaded: {failure}"
