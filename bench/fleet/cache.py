@@ -43,7 +43,7 @@ class Lease:
         shared: None if the session shares nothing.
         shared_tokens: Length of the shared prefix.
         cached_tokens: Tokens that it need not compute.
-        copied: Blocks of which it fills a copy: 1 until its first step has ended.
+        copied: Blocks being copied on write: 1 during its first step, then 0.
     """
 
     shared: Node | None
@@ -147,7 +147,7 @@ class PrefixCache:
             lease.own.blocks = wanted
 
     def end(self, lease: Lease, num_tokens: int) -> None:
-        """Ends a sequence with so many computed tokens, which stay cached until evicted."""
+        """Ends a sequence. Its computed tokens stay cached until they are evicted."""
         self.computed(lease, num_tokens)
         own, shared = lease.own, lease.shared
         self._cut(own, max(0, num_tokens - lease.shared_tokens))

@@ -47,7 +47,7 @@ def seconds_of(times: StepTimes, output: SchedulerOutput) -> float:
 
 
 class _Cache:
-    """What routing policies ask of a cache."""
+    """The part of a cache that routing policies read."""
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv

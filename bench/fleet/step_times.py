@@ -45,7 +45,7 @@ class StepTimes:
         return self.chunk(start, end - start)
 
     def scaled(self, decode: float, prefill: float) -> StepTimes:
-        """Times of a machine whose decodes and prompts take so many times as long."""
+        """Returns the step times of a machine that is slower by these factors."""
         return replace(
             self,
             base=self.base * decode,

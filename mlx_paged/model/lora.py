@@ -81,7 +81,7 @@ class AdapterTargets:
             if module is projection:
                 refused[path] = "the output projection"
             elif path.rpartition(".")[2] in _NOT_CALLED:
-                refused[path] = "a layer of which the model reads the weights only"
+                refused[path] = "a layer that the model never calls"
             else:
                 linear[path] = parts[path].whole if path in parts else shape_of(module)
         for path, module in model.named_modules():

@@ -112,7 +112,7 @@ class Outgoing:
 
 
 class Prefiller(Protocol):
-    """What computes the prompts.
+    """Computes prompts for the server.
 
     Attributes:
         max_tokens: Maximum tokens of a prompt.

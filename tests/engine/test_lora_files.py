@@ -181,7 +181,7 @@ def test_layers_that_are_not_called_are_refused_by_name(tmp_path: Path) -> None:
     targets = AdapterTargets.of(family_model(config_of("kimi_k3")), None)
     [path, *_] = [path for path in targets.refused if path.endswith("mlp_res_proj")]
     write_mlx(tmp_path, {path: (np.zeros((4, 64), np.float32), np.zeros((1, 4), np.float32))})
-    with pytest.raises(AdapterError, match="but got a layer of which the model reads the weights"):
+    with pytest.raises(AdapterError, match="but got a layer that the model never calls"):
         read(tmp_path, targets)
 
 

@@ -380,18 +380,22 @@ def is_listening(port: int) -> bool:
     return False
 
 
+def fail_a_step(engine: Engine) -> None:
+    def fail(num_tokens: int) -> None:
+        engine.on_launch = None
+        raise MemoryError
+
+    engine.on_launch = fail
+    with pytest.raises(MemoryError):
+        engine.step()
+
+
 def test_a_prefill_engine_that_repairs_itself(pair: Pair, expected: list[int]) -> None:
     output = pair.decode.add_request("one", PROMPT, GREEDY)
     wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
     pair.prefill.step()
 
-    def fail(num_tokens: int) -> None:
-        pair.prefill.on_launch = None
-        raise MemoryError
-
-    pair.prefill.on_launch = fail
-    with pytest.raises(MemoryError):
-        pair.prefill.step()
+    fail_a_step(pair.prefill)
     pair.run()
     assert output.outputs[0].token_ids == expected
     assert "was repaired" in str(output.cache_miss)
@@ -401,13 +405,7 @@ def test_a_decode_engine_that_repairs_itself(pair: Pair, expected: list[int]) ->
     waiting = pair.decode.add_request("one", PROMPT, GREEDY)
     pair.decode.add_request("two", [5, 6, 7], GREEDY)
 
-    def fail(num_tokens: int) -> None:
-        pair.decode.on_launch = None
-        raise MemoryError
-
-    pair.decode.on_launch = fail
-    with pytest.raises(MemoryError):
-        pair.decode.step()
+    fail_a_step(pair.decode)
     pair.run()
     assert waiting.outputs[0].token_ids == expected
     wait_until(lambda: is_at_rest(pair), "a prompt is computed in vain")

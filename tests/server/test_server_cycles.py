@@ -24,7 +24,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "response": ("/v1/responses", {"input": "x", "max_output_tokens": 16, "stream": True}),
     "lines": ("/api/generate", {"prompt": "x", "options": {"num_predict": 4}}),
 }
-# Of this process, which is also the client.
+# Modules of the server, because the client runs in this process, too.
 OURS = ("mlx_paged.", "uvicorn.", "starlette.")
 
 

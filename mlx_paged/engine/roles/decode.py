@@ -41,7 +41,7 @@ _KEY_BITS = 32
 
 
 class _Place(NamedTuple):
-    """What a key stands for."""
+    """The block that a key refers to."""
 
     number: int  # of the transfer
     group: int

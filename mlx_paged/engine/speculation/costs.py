@@ -136,7 +136,7 @@ def measure(
     tokens = np.random.default_rng(0).permutation(num_tokens).astype(np.uint32)
 
     def seconds(num_seqs: int, num_rows: int, context_len: int) -> tuple[float, float]:
-        """Of the first step, and of the fastest one after it."""
+        """Returns the time of the first step, and of the fastest repeat."""
         times: list[float] = []
         while len(times) < 2 or (len(times) <= _REPEATS and clock() - start < _MAX_SECONDS):
             before = clock()
