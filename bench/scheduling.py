@@ -1,4 +1,6 @@
-"""Host time of scheduling when many sequences wait: for one long prompt, or for a sibling's.
+"""Host time of scheduling when many sequences wait or arrive.
+
+They wait for one long prompt, or for a sibling's; they arrive at once, in an empty and a full pool.
 
 Needs no model and no MLX: it runs the scheduler and the KV store alone, with one step of overlap as
 in the engine. Every sampled token is the same. Times are CPU times of the thread, so a busy machine
@@ -9,13 +11,21 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from harness import print_table, save
 
-from mlx_paged.core import KVManager, Request, Scheduler, SchedulerConfig, StopPolicy
+from mlx_paged.core import (
+    KVManager,
+    PromptHistory,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StopPolicy,
+)
 
 LONG_PROMPT = 30_000
 
@@ -24,7 +34,9 @@ class Engine:
     """Schedules a step and commits the previous one; times both."""
 
     def __init__(self, num_blocks: int, **config: Any) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(**config), KVManager(num_blocks, 32))
+        self.scheduler = Scheduler(
+            SchedulerConfig(**config), KVManager(num_blocks, 32), history=PromptHistory()
+        )
         self.in_flight: Any = None
         self.schedule_ms: list[float] = []
         self.commit_ms: list[float] = []
@@ -103,10 +115,41 @@ def answers(n: int, prompt_len: int = 100, max_tokens: int = 8) -> dict[str, Any
     return result
 
 
+def bursts(num_prompts: int, prompt_len: int = 1024, answer_len: int = 128) -> Iterator[Any]:
+    """Bursts of `num_prompts` prompts at once, in a pool with room for 600 / 256 times as many.
+
+    The third one is the first to evict, and it evicts a block for every block that it takes.
+    """
+    num_blocks = num_prompts * (prompt_len + answer_len) // 32
+    engine = Engine(num_blocks * 600 // 256, max_num_seqs=num_prompts)
+    scheduler, rng = engine.scheduler, random.Random(0)
+    for burst in range(4):
+        for i in range(num_prompts):
+            prompt = [rng.randrange(100_000) for _ in range(prompt_len)]
+            scheduler.add(Request(f"{burst} {i}", prompt, StopPolicy(answer_len)))
+        freeze()
+        first, before = len(engine.schedule_ms), scheduler.kv.counters.num_evictions
+        while scheduler.num_waiting:
+            engine.step()
+        steps = slice(first, len(engine.schedule_ms))
+        schedule, commit = engine.schedule_ms[steps], engine.commit_ms[steps]
+        yield {
+            "burst": burst + 1,
+            "prompts": num_prompts,
+            "evicted_per_prompt": (scheduler.kv.counters.num_evictions - before) // num_prompts,
+            "schedule_us_per_prompt": round(sum(schedule) / num_prompts * 1e3, 1),
+            "commit_us_per_prompt": round(sum(commit) / num_prompts * 1e3, 1),
+            "longest_step_ms": round(max(map(sum, zip(schedule, commit))), 2),
+        }
+        for _ in engine.run():
+            pass
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--waiting", type=int, nargs="*", default=[0, 1000, 5000])
     parser.add_argument("--answers", type=int, nargs="*", default=[32, 256, 1024])
+    parser.add_argument("--bursts", type=int, nargs="*", default=[256])
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     results = {
@@ -116,6 +159,7 @@ def main() -> None:
             for timeout, distinct in ((None, 1), (1000.0, 1), (None, 4))
         ],
         "answers": [answers(n) for n in args.answers],
+        "bursts": [each for n in args.bursts for each in bursts(n)],
     }
     for rows in results.values():
         if rows:

@@ -188,8 +188,9 @@ class KVManager:
 
         Below a node that no sequence uses, all content is in the tier.
         """
-        for child in [*node.children.values()]:
-            self._remove_node(child)
+        if node.children:
+            for child in [*node.children.values()]:
+                self._remove_node(child)
         for group in self.groups:
             group.forget(node)
         self.tree.remove(node)

@@ -151,8 +151,13 @@ class PromptHistory:
                 kind = MissReason.ADAPTER
             elif each.salt != salt:
                 kind = MissReason.SALT
-            length = _num_shared(own, each.tokens)
-            if length > closest.get(kind, (0, each))[0]:
+            (best, _), tokens = closest.get(kind, (0, None)), each.tokens
+            # One token rules out most prompts. Comparing all 64 of them would take longer than
+            # scheduling the new one.
+            if min(len(prompt), len(tokens)) <= best or tokens[best] != prompt[best]:
+                continue
+            length = _num_shared(own, tokens)
+            if length > best:
                 closest[kind] = length, each
         reason, shared, earlier = MissReason.NEVER_SEEN, 0, None
         for kind in (MissReason.EVICTED, MissReason.SALT, MissReason.ADAPTER):

@@ -345,7 +345,8 @@ class PrefixTree:
         if parent.sorted_keys is not None:
             del parent.sorted_keys[bisect_left(parent.sorted_keys, node.key)]
         self._num_nodes -= 1
-        self._drop_idle_root(parent)
+        if parent.parent is None:
+            self._drop_idle_root(parent)
 
     def clear(self) -> list[PrefixNode]:
         """Empties the tree; returns its nodes. Running sequences are no longer indexed."""
@@ -472,7 +473,7 @@ def common_prefix_len(a: bytes, b: bytes | memoryview, start: int = 0) -> int:
     while low < end:  # small slices are cheap to allocate, and most are equal
         high = min(low + _PIECE, end)
         part = slice(low * TOKEN_BYTES, high * TOKEN_BYTES)
-        if a[part] != b[part]:
+        if a[part] != bytes(b[part]):  # a memoryview is compared item by item
             break
         low = high
     else:
@@ -481,7 +482,7 @@ def common_prefix_len(a: bytes, b: bytes | memoryview, start: int = 0) -> int:
     while low < high:  # the first `low` are equal, the first `high + 1` are not
         middle = (low + high + 1) // 2
         part = slice(low * TOKEN_BYTES, middle * TOKEN_BYTES)
-        if a[part] == b[part]:
+        if a[part] == bytes(b[part]):
             low = middle
         else:
             high = middle - 1
