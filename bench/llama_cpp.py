@@ -3,13 +3,14 @@
 python bench/llama_cpp.py                                         # everything: an hour on 4 cores
 python bench/llama_cpp.py --only '1b/4bit/4/*' --turns 1 --add    # one more turn of some cells
 python bench/llama_cpp.py --label int8 --env MLX_PAGED_CPU_ACTIVATIONS=int8    # a variant of ours
+python bench/llama_cpp.py --avx2                                  # both sides without AVX-512
 python bench/llama_cpp.py --list                                  # ids of all cells
 python bench/llama_cpp.py --prepare                               # only builds and writes files
 python bench/llama_cpp.py --docs                                  # writes the tables of the docs
 
 A cell is SHAPE/FORMAT/THREADS/WHAT. A process has as many cores as threads. llama.cpp is built and
-the checkpoints are written once (`--cache`). Cells of earlier runs are kept; those of processors
-with AMX and of others have tables of their own. WHAT is
+the checkpoints are written once (`--cache`). Cells of earlier runs are kept; processors with AMX,
+those with AVX2 only, and others have tables of their own. WHAT is
 
 - decode-N: tokens/s of N sequences after 128 tokens. Ours: whole calls of `LLM.generate` with
   cached prompts; the time of a call for 41 tokens minus that of one for 9. Theirs does not sample.
@@ -87,6 +88,7 @@ class Setting:
     threads: int
     cache: Path
     env: dict[str, str] = field(default_factory=dict)
+    kind: str = field(default_factory=peer.processor_kind)
 
     @property
     def cores(self) -> set[int]:
@@ -94,8 +96,9 @@ class Setting:
 
     @property
     def environ(self) -> dict[str, str]:
+        narrow = {"MLX_PAGED_SIMD": "avx2"} if self.kind == "avx2" else {}
         return {**os.environ, "MLX_PAGED_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1",
-                **self.env}  # fmt: skip
+                **narrow, **self.env}  # fmt: skip
 
     def checkpoint(self) -> Path:
         name = FORMATS[self.format][0]
@@ -108,9 +111,13 @@ class Setting:
             SHAPES[self.shape], name, self.cache / "models" / f"{self.shape}-{name}.gguf"
         )
 
-    def builds(self) -> tuple[str, ...]:
-        """The llama.cpp build: its products in other formats do not support AMX."""
-        return peer.builds() if self.format.endswith("bit") else ("native",)
+    def builds(self) -> dict[str, str]:
+        """llama.cpp's builds, by the names of their values in a cell."""
+        if self.kind == "avx2":
+            return {"native": "avx2"}
+        # Its products in other formats do not support AMX.
+        both = self.kind == "amx" and self.format.endswith("bit")
+        return {build: build for build in (("native", "no-amx") if both else ("native",))}
 
 
 # --- Ours, in its own process ---------------------------------------------------------------------
@@ -235,8 +242,8 @@ def speed_sides(setting: Setting, what: str, worker: Worker) -> dict[str, Side]:
         return found["speed_pp" if what == "prefill" else "speed_tg"]
 
     sides: dict[str, Side] = {"ours": lambda: worker.measure(what)}
-    for build in setting.builds():
-        sides[build] = lambda build=build: theirs(build)
+    for name, build in setting.builds().items():
+        sides[name] = lambda build=build: theirs(build)
     return sides
 
 
@@ -368,11 +375,12 @@ class Servers:
 
 
 def busy_seconds() -> float:
-    """CPU seconds used by all processes of the machine, and by other guests of its host."""
+    """CPU seconds of all processes, and of other guests of the host, on the cores allowed to us."""
     import psutil
 
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - getattr(times, "iowait", 0.0)
+    allowed = os.sched_getaffinity(0)
+    cores = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in allowed]
+    return sum(sum(times) - times.idle - getattr(times, "iowait", 0.0) for times in cores)
 
 
 def own_seconds() -> float:
@@ -429,7 +437,7 @@ def measure_group(
         # Cells that need a process of ours, which keeps its memory, come last.
         for what in sorted(names, key=lambda what: what.startswith(("decode", "prefill"))):
             id = f"{setting.shape}/{setting.format}{label}/{setting.threads}/{what}"
-            key = report.key_of(id, peer.has_amx())
+            key = report.key_of(id, setting.kind)
             more: dict[str, Any] = {}
             if what == "shared-32":
                 with contextlib.ExitStack() as running:
@@ -488,7 +496,7 @@ def peer_facts() -> dict[str, Any]:
         "package": f"llama-cpp-python {peer.VERSION}",
         "cmake": " ".join(peer.OPTIONS),
         "flags": " ".join(peer.common(0)[4:]),
-        "builds": {"native": "all that the processor has", "no-amx": peer.NO_AMX},
+        "builds": {name: " ".join(options) for name, options in peer.BUILD_OPTIONS.items()},
     }
 
 
@@ -501,6 +509,8 @@ def main() -> None:
                         help="add turns to those that the file has of the same commit")  # fmt: skip
     parser.add_argument("--label", default="", help="of a variant of ours: 4bit-LABEL in the ids")
     parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for ours")
+    parser.add_argument("--avx2", action="store_true",
+                        help="decode and prefill of both sides without AVX-512")  # fmt: skip
     parser.add_argument("--idle", type=float, metavar="CORES",
                         help="repeat what was measured while others used more")  # fmt: skip
     parser.add_argument("--cache", type=Path, default=cache, help=f"default {cache}")
@@ -527,8 +537,11 @@ def main() -> None:
     label = f"-{options.label}" if options.label else ""
     for group, names in groups.items():
         shape, format, threads = group.split("/")
-        setting = Setting(shape, format, int(threads), options.cache, env)
-        for build in setting.builds():
+        kind = "avx2" if options.avx2 else peer.processor_kind()
+        setting = Setting(shape, format, int(threads), options.cache, env, kind)
+        if options.avx2:
+            names = [name for name in names if name.startswith(("decode", "prefill"))]
+        for build in setting.builds().values():
             peer.build(setting.cache, build)
         setting.checkpoint()
         setting.gguf()

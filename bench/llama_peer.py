@@ -26,28 +26,33 @@ OPTIONS = (
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF",
 )  # fmt: skip
-# Programs of each build. The second build, for machines with AMX, shows processors without it.
+# Programs of each build. "no-amx", for machines with AMX, shows processors without it; "avx2" those
+# that have no AVX-512 either.
 BUILDS = {
     "native": ("llama-batched-bench", "llama-completion", "llama-server", "llama-perplexity"),
     "no-amx": ("llama-batched-bench",),
+    "avx2": ("llama-batched-bench",),
 }
-NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+BUILD_OPTIONS = {
+    "native": (),
+    "no-amx": (f"-DCMAKE_C_FLAGS={_NO_AMX}", f"-DCMAKE_CXX_FLAGS={_NO_AMX}"),
+    "avx2": ("-DGGML_NATIVE=OFF",),  # which leaves AVX2, FMA, F16C, and BMI2
+}
 # GCC before 13 takes the tile configuration for eight bytes and drops the stores of the rest.
 _TILES = "    _tile_loadconfig(&tc);"
 _TILES_MENDED = f'    asm volatile("" : : "m"(tc));\n{_TILES}'
 
 
-def has_amx() -> bool:
-    """True if this processor has 8-bit matrix tiles (AMX), which llama.cpp uses."""
+def processor_kind() -> str:
+    """Names what decides speed: "amx" (8-bit matrix tiles), "avx2" (no AVX-512), or ""."""
     try:
-        return "amx_int8" in Path("/proc/cpuinfo").read_text()
+        flags = Path("/proc/cpuinfo").read_text().split()
     except OSError:
-        return False
-
-
-def builds() -> tuple[str, ...]:
-    """Builds that differ on this machine."""
-    return ("native", "no-amx") if has_amx() else ("native",)
+        return ""
+    if "amx_int8" in flags:
+        return "amx"
+    return "avx2" if "avx2" in flags and "avx512f" not in flags else ""
 
 
 def source(cache: Path) -> Path:
@@ -83,12 +88,10 @@ def build(cache: Path, name: str) -> Path:
     if all((folder / "bin" / program).exists() for program in BUILDS[name]):
         return folder / "bin"
     generator = ["-GNinja"] if shutil.which("ninja") else []
-    flags = [f"-DCMAKE_{language}_FLAGS={NO_AMX}" for language in ("C", "CXX")]
     subprocess.run(
-        ["cmake", *generator, "-S", str(tree), "-B", str(folder), *OPTIONS,
-         *(flags if name == "no-amx" else [])],
+        ["cmake", *generator, "-S", str(tree), "-B", str(folder), *OPTIONS, *BUILD_OPTIONS[name]],
         check=True,
-    )  # fmt: skip
+    )
     subprocess.run(
         ["cmake", "--build", str(folder), "-j", str(os.cpu_count()), "--target", *BUILDS[name]],
         check=True,

@@ -11,10 +11,10 @@ BEGIN, END = "<!-- llama_cpp.py: begin -->", "<!-- llama_cpp.py: end -->"
 TITLES = {"1b": "Llama-3.2-1B's shape", "135m": "SmolLM2-135M's shape", "tiny": "a tiny shape"}
 PAIRS = {"f32": "float32, f32", "bf16": "bfloat16, bf16", "8bit": "8 bits, q8_0",
          "4bit": "4 bits, q4_0"}  # fmt: skip
-# Ends the keys of cells that were measured on a processor with AMX, which llama.cpp and mlx_paged
-# use. Results of both kinds of processors are kept side by side.
-AMX = "@amx"
-KINDS = {"": "Processors without AMX", AMX: "Processors with AMX"}
+# Results of each kind of processor (`llama_peer.processor_kind`) have tables of their own. The kind
+# ends the keys of cells: "1b/4bit/2/prefill@amx".
+KINDS = {"": "Processors without AMX", "avx2": "Processors with AVX2 only",
+         "amx": "Processors with AMX"}  # fmt: skip
 DISTURBED, MARK = 1.0, "†"  # with more cores used by others, a ratio is not worth showing
 # Target ratios (of speeds; for memory, of bytes), by shape and format.
 RATIOS = {
@@ -34,14 +34,14 @@ WHATS = {
 }  # fmt: skip
 
 
-def key_of(id: str, has_amx: bool) -> str:
-    """The key of a cell's result."""
-    return f"{id}{AMX}" if has_amx else id
+def key_of(id: str, kind: str) -> str:
+    """The key of a cell's result on a kind of processor."""
+    return f"{id}@{kind}" if kind else id
 
 
 def parts(key: str) -> tuple[str, str, int, str]:
     """Shape, format, threads, and the measurement."""
-    shape, format, threads, what = key.removesuffix(AMX).split("/")
+    shape, format, threads, what = key.partition("@")[0].split("/")
     return shape, format, int(threads), what
 
 
@@ -88,8 +88,9 @@ def markdown(cells: dict[str, Any]) -> str:
     """Tables for each kind of processor."""
     blocks = []
     for kind, title in KINDS.items():
-        of_kind = {key.removesuffix(AMX): cell for key, cell in cells.items()
-                   if key.endswith(AMX) == bool(kind)}  # fmt: skip
+        of_kind = {id: cell for id, _, its_kind, cell in
+                   ((*key.partition("@"), cell) for key, cell in cells.items())
+                   if its_kind == kind}  # fmt: skip
         if of_kind:
             blocks.append(f"### {title}\n\n{_tables(of_kind)}")
     return "\n\n".join(blocks)

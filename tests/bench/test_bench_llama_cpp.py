@@ -319,25 +319,38 @@ def test_tables_have_a_row_for_each_format_and_number_of_threads(bench, tmp_path
         bench.report.write_docs(cells, page)
 
 
-def test_processors_with_amx_have_tables_of_their_own(bench, monkeypatch) -> None:
+def test_kinds_of_processors_have_tables_of_their_own(bench, monkeypatch) -> None:
     cells = {
-        bench.report.key_of("1b/4bit/2/decode-1", False): _cell([30.0], [20.0]),
-        bench.report.key_of("1b/4bit/2/decode-1", True): _cell([60.0], [50.0], no_amx=[40.0]),
+        bench.report.key_of("1b/4bit/2/decode-1", ""): _cell([30.0], [20.0]),
+        bench.report.key_of("1b/4bit/2/decode-1", "amx"): _cell([60.0], [50.0], no_amx=[40.0]),
+        bench.report.key_of("1b/4bit/2/decode-1", "avx2"): _cell([20.0], [10.0]),
     }
-    assert len(cells) == 2
-    before, after = bench.report.markdown(cells).split("### Processors with AMX")
-    assert before.startswith("### Processors without AMX") and "| 30 (1.50x) |" in before
-    assert "| 60 (1.20x, 1.50x) |" in after and "| 30 " not in after
+    assert len(cells) == 3
+    titled = [text.strip().splitlines() for text in bench.report.markdown(cells).split("### ")]
+    assert [(lines[0], lines[-1]) for lines in titled[1:]] == [
+        ("Processors without AMX", "| 4 bits, q4_0 | 2 | 30 (1.50x) |"),
+        ("Processors with AVX2 only", "| 4 bits, q4_0 | 2 | 20 (2.00x) |"),
+        ("Processors with AMX", "| 4 bits, q4_0 | 2 | 60 (1.20x, 1.50x) |"),
+    ]
     rows = bench.report.summary(cells)[1]
-    assert [row[1] for row in rows] == ["30", "60"]
+    assert [row[1] for row in rows] == ["30", "60", "20"]
 
-    # A run keeps the results of the other kind.
-    setting = bench.cpp.Setting("1b", "4bit", 2, Path())
-    monkeypatch.setattr(bench.peer, "has_amx", lambda: True)
+    # A run keeps the results of the other kinds.
+    setting = bench.cpp.Setting("1b", "4bit", 2, Path(), kind="amx")
     monkeypatch.setattr(bench.cpp, "start_sides", lambda *_: {"ours": lambda: 3.0})
     options = argparse.Namespace(turns=1, idle=None, add=False, save=False)
     bench.cpp.measure_group(setting, "", ["memory"], options, cells)
-    assert list(cells)[2:] == ["1b/4bit/2/memory@amx"]
+    assert list(cells)[3:] == ["1b/4bit/2/memory@amx"]
+
+
+def test_settings_without_avx512_name_it_to_both_sides(bench, tmp_path) -> None:
+    narrow = bench.cpp.Setting("1b", "4bit", 2, tmp_path, kind="avx2")
+    assert narrow.builds() == {"native": "avx2"}
+    assert narrow.environ["MLX_PAGED_SIMD"] == "avx2"
+    wide = bench.cpp.Setting("1b", "4bit", 2, tmp_path, kind="amx")
+    assert list(wide.builds()) == ["native", "no-amx"]
+    assert wide.environ.get("MLX_PAGED_SIMD") == os.environ.get("MLX_PAGED_SIMD")
+    assert list(bench.cpp.Setting("1b", "bf16", 2, tmp_path, kind="amx").builds()) == ["native"]
 
 
 def test_a_terminal_shows_what_is_asked_beside_what_is_reached(bench) -> None:
