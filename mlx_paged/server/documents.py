@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mlx_paged.server.child_process import PIPE, ChildProcess
 from mlx_paged.server.errors import ApiError, bad_request
 from mlx_paged.server.pdf_process import MAX_PAGES as MAX_PAGES
 
@@ -70,25 +71,22 @@ class Documents:
         return found["text"], found["num_pages"]
 
     async def _run(self, content: bytes) -> dict[str, Any]:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={
-                **os.environ,
-                **_ENVIRONMENT,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
+        search_path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = await ChildProcess.start(
+            self._command,
+            environment={**os.environ, **_ENVIRONMENT, **search_path},
+            stdin=PIPE,
+            stdout=PIPE,
         )
         try:
             async with asyncio.timeout(self._seconds):
-                answer, _ = await process.communicate(content)
+                answer = await process.communicate(content)
         except TimeoutError:
             return {"reason": f"its text takes longer than {self._seconds:g} s to extract"}
         finally:
             if process.returncode is None:
                 process.kill()
-                await asyncio.shield(process.wait())
+                await process.wait()
         if process.returncode:
             return {"reason": "its text takes too much time or memory to extract"}
         return json.loads(answer)

@@ -7,10 +7,8 @@ leaves. Fetched parts stay in the cache, and the next download resumes there.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundErro
 
 from mlx_paged import hub
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
+from mlx_paged.server.child_process import DEVNULL, PIPE, ChildProcess
 from mlx_paged.server.errors import RETRY_AFTER, ApiError, bad_request, unavailable
 
 #: Maximum downloads at once.
@@ -100,11 +99,14 @@ class Downloads:
         self._running.append(name)
         process = None
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _CHILD.format(path=sys.path), name,
-                *wanted.include, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=_environment(),
-                start_new_session=True,  # Ctrl-C is for the server.
-            )  # fmt: skip
+            process = await ChildProcess.start(
+                [sys.executable, "-c", _CHILD.format(path=sys.path), name, *wanted.include],
+                environment=_environment(),
+                stdin=PIPE,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                process_group=0,  # Ctrl-C is for the server.
+            )
             assert process.stderr is not None
             before = hub.stored_bytes(name, whole=True)
             present = wanted.size - wanted.missing
@@ -120,9 +122,8 @@ class Downloads:
         finally:
             self._running.remove(name)
             if process is not None and process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await asyncio.shield(process.wait())
+                process.kill()
+                await process.wait()
 
 
 def _environment() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -335,6 +336,9 @@ def test_processes_fail_die_and_end_with_the_server(damaged: Path) -> None:
         assert answer.status_code == 503 and "damaged" in answer.json()["error"]["message"]
         expected = complete(client, "a")
         [child] = psutil.Process(server.pid).children()
+        # Ctrl-C is for the router alone, and Linux divides processors between sessions.
+        assert os.getpgid(child.pid) == child.pid
+        assert os.getsid(child.pid) == os.getsid(server.pid)
         with client.stream("POST", "/v1/completions", json={**LONG, "model": "a"}) as answer:
             lines = answer.iter_lines()
             next(lines)

@@ -86,7 +86,7 @@ class ServiceThread:
 
 
 class _Thread:
-    """Stands for `asyncio.subprocess.Process` in `ModelProcess`."""
+    """Stands for the `ChildProcess` of a `ModelProcess`."""
 
     def __init__(self, spec: ModelSpec, path: Path) -> None:
         self.stdin = None

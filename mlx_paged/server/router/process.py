@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlx_paged.server.child_process import PIPE, ChildProcess
 from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import ModelSpec
 
@@ -102,7 +101,7 @@ class ModelProcess:
     is described in `link`.
     """
 
-    def __init__(self, process: Process, socket: Path, on_used: OnUsed) -> None:
+    def __init__(self, process: ChildProcess, socket: Path, on_used: OnUsed) -> None:
         self.socket = socket
         self._replica = Replica(socket)
         self._process = process
@@ -129,12 +128,15 @@ class ModelProcess:
         """
         # Same sys.path as here, without the working directory.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, str(socket),
-            stdin=PIPE, stdout=PIPE,
-            env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C is for the router, which ends its children in order.
-        )  # fmt: skip
+        process = await ChildProcess.start(
+            [sys.executable, "-c", code, str(socket)],
+            environment={**os.environ, **environment},
+            stdin=PIPE,
+            stdout=PIPE,
+            # Ctrl-C is for the router, which ends its children in order. No session of its own:
+            # Linux divides processors between sessions, and let the router wait for seconds.
+            process_group=0,
+        )
         started = cls(process, socket, on_used)
         assert process.stdin is not None
         process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
@@ -179,10 +181,9 @@ class ModelProcess:
     async def stop(self, drain_timeout: float) -> None:
         """See `ServingProcess`."""
         ending = asyncio.ensure_future(self.ended())
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-            if drain_timeout == 0:  # The second signal ends running requests, too.
-                self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(signal.SIGTERM)
+        if drain_timeout == 0:  # The second signal ends running requests, too.
+            self._process.send_signal(signal.SIGINT)
         done, _ = await asyncio.wait({ending}, timeout=drain_timeout + _GRACE)
         if not done:
             logger.warning("process %d does not end: it is killed", self._process.pid)
@@ -193,8 +194,7 @@ class ModelProcess:
 
     def kill(self) -> None:
         """See `ServingProcess`."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     async def _listen(self) -> None:
         """Reads the process's reports until it exits."""
