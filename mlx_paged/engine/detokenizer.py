@@ -32,8 +32,21 @@ class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
     """mlx-lm's detokenizer for byte-level BPE, without its changes to the bytes.
 
     mlx-lm's drops a leading space, which is the indentation of a completed line of code, and treats
-    byte 0 as missing.
+    byte 0 as missing. It also holds back tokens of one space until another token comes. A line of
+    indented JSON can have 40 of them, and its stream would pause for as many steps.
     """
+
+    _unflushed: str  # pieces of an incomplete character
+
+    def add_token(self, token: int) -> None:
+        self.tokens.append(token)
+        # A padded vocabulary has ids without a token, which mlx-lm shows as "!".
+        piece = self.tokenmap[token] if token < len(self.tokenmap) else "!"
+        self._unflushed += piece
+        text = _decode(self._unflushed)
+        if not text.endswith("\ufffd"):  # the end of an incomplete character
+            self.text += text
+            self._unflushed = ""
 
     def _maybe_trim_space(self, current_text: str) -> str:
         return current_text
