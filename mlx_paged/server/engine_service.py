@@ -42,6 +42,8 @@ class EngineService:
         app = create_app(engine, config, address)
         self._context: Context = app.state.context
         self.app: ASGIApp = app if link is None else link.around(app)
+        if link is not None:
+            self._context.background.on_count = link.count_background
 
     @property
     def is_draining(self) -> bool:

@@ -366,6 +366,15 @@ class ParsingInfo(TypedDict):
     reasoning_markers: list[str] | None
 
 
+class ReplicaInfo(TypedDict):
+    """One of several processes that serve a model."""
+
+    replica: int
+    status: str
+    uptime_seconds: float
+    stats: dict[str, Any] | None
+
+
 class ServerInfo(TypedDict):
     """`GET /server_info`. It has the engine's fields if the engine answers."""
 
@@ -379,6 +388,7 @@ class ServerInfo(TypedDict):
     parsing: NotRequired[ParsingInfo]
     media: NotRequired[MediaInfo]
     stats: NotRequired[dict[str, Any]]
+    replicas: NotRequired[list[ReplicaInfo]]
 
 
 # Bodies that are serialised in pieces.

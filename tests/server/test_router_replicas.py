@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from mlx_paged.cli.serve.replicas import environments_of, with_shares
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.router import replicas
+from mlx_paged.server.router import replicas, routing
+from mlx_paged.server.router.endpoints import _added
 from mlx_paged.server.router.metrics import ReplicaMetrics, merged
-from mlx_paged.server.router.prefixes import PrefixIndex, prefix_of
+from mlx_paged.server.router.prefixes import Prefix, PrefixIndex, prefix_of
 from mlx_paged.server.router.process import LoadedModel, ModelProcess, ProcessFailedError
 from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import (
@@ -375,6 +377,35 @@ def test_a_server_of_one_model_ends_if_that_cannot_be_loaded(
 
     monkeypatch.setattr(ModelProcess, "start", fail)
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("length", [1000, 1 << 20])
+def test_a_long_body_is_parsed_on_a_thread(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def recorded(body: dict[str, Any]) -> Prefix:
+        threads.append(threading.current_thread())
+        return prefix_of(body)
+
+    async def run() -> None:
+        made = Set(2)
+        await made.run()
+        await made.choose(asked(prompt="x" * length))
+        await made.stop(0)
+
+    monkeypatch.setattr(routing, "prefix_of", recorded)
+    asyncio.run(run())
+    [parsing] = threads
+    assert (parsing is threading.current_thread()) == (length < 10_000)
+
+
+def test_statistics_of_replicas_are_added() -> None:
+    one = {"steps": 3, "share": 0.5, "on": True, "name": "x", "each": [1, {"n": 2}], "no": None}
+    other = {**one, "steps": 4, "no": {"n": 1}, "reason": 5}
+    assert _added([one, other]) == {
+        "steps": 7, "share": 1.0, "on": True, "name": "x", "each": [2, {"n": 4}], "no": {"n": 1},
+        "reason": 5,
+    }  # fmt: skip
 
 
 # Metrics.

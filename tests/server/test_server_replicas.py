@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from websockets.sync.client import connect
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
+from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import Replica
 
@@ -89,6 +91,13 @@ def own_metrics(replica: Replica) -> dict[tuple[str, str], float]:
     """What a replica counts itself."""
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(replica.socket))) as client:
         return samples(client.get("http://replica/metrics").text)
+
+
+def own_info(replica: Replica) -> dict[str, Any]:
+    """What a replica says of itself."""
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(replica.socket))) as client:
+        info: dict[str, Any] = client.get("http://replica/server_info").json()
+        return info
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
@@ -201,6 +210,45 @@ def test_concurrent_requests_with_one_prefix_spill_over(
         shown = [found["mlx_paged:replica_requests", f'{{"replica": "{n}"}}'] for n in (0, 1)]
         assert shown == loads
     until(lambda: not any(replica.num_requests for replica in replicas_of(router)))
+
+
+def test_responses_in_the_background_count_as_load(
+    router: Router, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, ending = Generation.pieces, threading.Event()
+
+    async def held(generation: Generation) -> AsyncIterator[Piece]:
+        await asyncio.to_thread(ending.wait, 60)
+        async for piece in pieces(generation):
+            yield piece
+
+    monkeypatch.setattr(Generation, "pieces", held)
+    model = router.pool.models[0]
+    with contextlib.ExitStack() as stack:
+        stack.callback(ending.set)
+        for prompt in PROMPTS[:3]:
+            body = {"input": prompt, "background": True, "max_output_tokens": 4}
+            assert client.post("/v1/responses", json=body).json()["status"] == "queued"
+        until(lambda: sorted(each.num_requests for each in replicas_of(router)) == [1, 2], 30)
+        until(lambda: model.num_requests == 3, 30)
+        assert not model.is_idle
+    until(lambda: not any(replica.num_requests for replica in replicas_of(router)))
+    until(lambda: model.is_idle)
+
+
+def test_server_info_has_the_statistics_of_both(router: Router, client: httpx.Client) -> None:
+    complete(client, PROMPTS[0])
+    own = [own_info(replica)["stats"] for replica in replicas_of(router)]
+    info = client.get("/server_info?model=first").json()
+    assert [each["replica"] for each in info["replicas"]] == [0, 1]
+    assert [each["stats"]["num_steps"] for each in info["replicas"]] == [
+        stats["num_steps"] for stats in own
+    ]
+    assert info["stats"]["num_steps"] == sum(stats["num_steps"] for stats in own) > 0
+    assert info["stats"]["usage"]["num_usable_blocks"] == 2 * own[0]["usage"]["num_usable_blocks"]
+    assert info["engine_config"]["block_size"] == 8
+    complete(client, PROMPTS[0], model="other")
+    assert "replicas" not in client.get("/server_info?model=other").json()
 
 
 def test_metrics_are_those_of_both(router: Router, client: httpx.Client) -> None:

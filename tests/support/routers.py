@@ -27,7 +27,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.router.link import RouterLink
 from mlx_paged.server.router.pool import ModelPool
-from mlx_paged.server.router.process import ModelProcess, OnUsed
+from mlx_paged.server.router.process import ModelProcess, OnBackground, OnUsed
 from mlx_paged.server.router.spec import ModelSpec
 from mlx_paged.server.run import Service, bind, bound_unix, with_timeouts
 from mlx_paged.server.websocket import SETTINGS, websockets
@@ -137,12 +137,17 @@ class _Thread:
 
 
 async def _started(
-    entry: str, spec: ModelSpec, path: Path, on_used: OnUsed, environment: Mapping[str, str]
+    entry: str,
+    spec: ModelSpec,
+    path: Path,
+    on_used: OnUsed,
+    on_background: OnBackground,
+    environment: Mapping[str, str],
 ) -> ModelProcess:
     """Stands for `ModelProcess.start`."""
     thread = _Thread(spec, path)
     await thread.start()
-    return ModelProcess(thread, path, on_used)  # type: ignore[arg-type]
+    return ModelProcess(thread, path, on_used, on_background)  # type: ignore[arg-type]
 
 
 class Router:

@@ -168,6 +168,9 @@ class BackgroundRuns:
         max_running: Maximum unfinished responses; 0 allows none.
         max_bytes: Maximum bytes of all logs. Logs of finished responses are dropped first, then the
             oldest events of the largest log.
+
+    Attributes:
+        on_count: Called with the number of unfinished responses when it has changed.
     """
 
     def __init__(
@@ -175,6 +178,7 @@ class BackgroundRuns:
     ) -> None:
         self.max_running = max_running
         self.num_bytes = 0
+        self.on_count: Callable[[int], None] = lambda count: None
         self._metrics = metrics
         self._log = log
         self._max_bytes = max_bytes
@@ -211,6 +215,7 @@ class BackgroundRuns:
         run = BackgroundRun(adapter, events, self._on_event, self._on_end)
         self._running[run.id] = run
         self._metrics.server_load += 1
+        self.on_count(len(self._running))
         if self._is_draining:
             run.end(_shutting_down())
         return run
@@ -259,6 +264,7 @@ class BackgroundRuns:
         del self._running[run.id]
         self._ended[run.id] = run
         self._metrics.server_load -= 1
+        self.on_count(len(self._running))
         if self._log and run.adapter is not None:
             trace = run.adapter.generation.trace
             trace.fields["response_status"] = run.adapter.status

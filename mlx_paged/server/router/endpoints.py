@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, cast
 
@@ -190,12 +191,14 @@ async def server_info(request: Request) -> Response:
     context = router_of(request)
     asked = request.query_params.get("model")
     if asked is not None:
-        found = context.pool.find(asked)
         # No lease: a look at the statistics does not keep the model loaded.
-        for replica in found.replicas:
-            answer = await _ask(found, replica, "GET", "/server_info")
-            if answer is not None:
-                return Response(answer.body, answer.status, media_type="application/json")
+        found = context.pool.find(asked)
+        answers = await _ask_model(found, "GET", "/server_info")
+        infos = {each.replica.number: json.loads(each.body) for each in answers}
+        if infos and found.spec.num_replicas > 1:
+            return JSONResponse(_joined_info(infos))
+        if infos:
+            return JSONResponse(*infos.values())
     info: dict[str, Any] = {
         "version": __version__,
         "status": context.phase.value,
@@ -206,6 +209,38 @@ async def server_info(request: Request) -> Response:
         "models": [_model(context, s.name, s) for s in context.pool.statuses()],
     }
     return JSONResponse(info)
+
+
+def _joined_info(infos: Mapping[int, responses.ServerInfo]) -> responses.ServerInfo:
+    """Joins what a model's replicas, by number, say: the options of one, and all statistics."""
+    joined = next(iter(infos.values())).copy()
+    joined["replicas"] = [
+        responses.ReplicaInfo(
+            replica=number,
+            status=info["status"],
+            uptime_seconds=info["uptime_seconds"],
+            stats=info.get("stats"),
+        )
+        for number, info in infos.items()
+    ]
+    stats = [info["stats"] for info in infos.values() if "stats" in info]
+    if stats:
+        joined["stats"] = _added(stats)
+    return joined
+
+
+def _added(values: Iterable[Any]) -> Any:
+    """Adds up the numbers of equal structures, in which some places may be empty."""
+    present = [value for value in values if value is not None]
+    match present:
+        case [dict(), *_]:
+            names = dict.fromkeys(name for value in present for name in value)
+            return {name: _added(value.get(name) for value in present) for name in names}
+        case [list(), *_]:
+            return [_added(each) for each in zip(*present, strict=False)]
+        case [int() | float(), *_] if not isinstance(present[0], bool):
+            return sum(present)
+    return present[0] if present else None
 
 
 async def metrics(request: Request) -> Response:
@@ -264,11 +299,15 @@ async def _ask_all(
     context: RouterContext, method: str, path: str, body: bytes = b""
 ) -> list[_Answer]:
     """Queries all processes of loaded models; returns the answers within the timeout."""
-    asked = [
-        _ask(model, replica, method, path, body)
-        for model in context.pool.models
-        for replica in model.replicas
-    ]
+    asked = [_ask_model(model, method, path, body) for model in context.pool.models]
+    return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+
+
+async def _ask_model(
+    model: PooledModel, method: str, path: str, body: bytes = b""
+) -> list[_Answer]:
+    """Queries the processes of one model."""
+    asked = [_ask(model, replica, method, path, body) for replica in model.replicas]
     return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
 

@@ -2,7 +2,7 @@
 
 The router marks requests with two headers and reads JSON lines from the process. The first line has
 the fields of `LoadedModel` or the reason for a failure; later lines report the tokens that clients
-with limits have used.
+with limits have used, and how many responses run in the background.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ class RouterLink:
         self._used[account] += num_tokens
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self._report)
+
+    def count_background(self, count: int) -> None:
+        """Reports how many responses are generated without a request."""
+        self._tell({"background": count})
 
     def _report(self) -> None:
         if self._timer is not None:

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Called with an account number and the tokens that it used.
 OnUsed = Callable[[int, int], None]
+#: Called with a process and how many responses it generates without a request, when that changes.
+OnBackground = Callable[[Replica, int], None]
 
 #: Environment variable with a replica's number, which its log lines have.
 REPLICA = "MLX_PAGED_REPLICA"
@@ -101,11 +103,14 @@ class ModelProcess:
     is described in `link`.
     """
 
-    def __init__(self, process: ChildProcess, socket: Path, on_used: OnUsed) -> None:
+    def __init__(
+        self, process: ChildProcess, socket: Path, on_used: OnUsed, on_background: OnBackground
+    ) -> None:
         self.socket = socket
         self._replica = Replica(socket)
         self._process = process
         self._on_used = on_used
+        self._on_background = on_background
         self._loaded: asyncio.Future[dict[str, Any] | None] = asyncio.Future()
         self._listening = asyncio.create_task(self._listen())
 
@@ -116,6 +121,7 @@ class ModelProcess:
         spec: ModelSpec,
         socket: Path,
         on_used: OnUsed,
+        on_background: OnBackground,
         environment: Mapping[str, str],
     ) -> ModelProcess:
         """Starts a process.
@@ -123,7 +129,8 @@ class ModelProcess:
         Args:
             entry: The module whose `main` the child runs.
             socket: Path of the socket that it will listen on.
-            on_used: Called with an account and the number of tokens that it has used.
+            on_used: See its type.
+            on_background: See its type.
             environment: Variables that it has besides those of this process.
         """
         # Same sys.path as here, without the working directory.
@@ -137,7 +144,7 @@ class ModelProcess:
             # Linux divides processors between sessions, and let the router wait for seconds.
             process_group=0,
         )
-        started = cls(process, socket, on_used)
+        started = cls(process, socket, on_used, on_background)
         assert process.stdin is not None
         process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
         return started
@@ -205,5 +212,8 @@ class ModelProcess:
                 self._loaded.set_result(told)
             for account, num_tokens in told.get("used", {}).items():
                 self._on_used(int(account), num_tokens)
+            if "background" in told:
+                self._on_background(self._replica, told["background"])
+        self._on_background(self._replica, 0)
         if not self._loaded.done():
             self._loaded.set_result(None)

@@ -80,6 +80,7 @@ class ReplicaSet:
 
     async def choose(self, request: RoutedRequest) -> Replica:
         """See `ServingProcess`."""
+        await request.prepare()
         owner = await self._owner(request.previous_response_id)
         replicas = self.replicas
         if not replicas:

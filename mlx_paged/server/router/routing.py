@@ -15,6 +15,7 @@ loaded one and `OVERLOAD_REQUESTS` on top.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ MIN_SHARE = 0.25
 SESSION_HEADER = "x-session-id"
 # Fields of a body that name a session, the most specific one first.
 _SESSION_FIELDS = ("prompt_cache_key", "user")
+# Bytes of a body that take a millisecond to parse and hash.
+_LONG_BODY = 1 << 18
 _MAX_SESSIONS = 1 << 14
 _MAX_NAME = 512
 
@@ -67,6 +70,8 @@ class Replica:
 class RoutedRequest:
     """A request, as far as it matters to placement. Its body is parsed when it is first needed.
 
+    The event loop calls `prepare` before it reads anything else.
+
     Args:
         headers: With names in lower case.
         body: JSON, or empty.
@@ -74,6 +79,11 @@ class RoutedRequest:
 
     def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
         self._headers, self._bytes = headers, body
+
+    async def prepare(self) -> None:
+        """Parses and hashes a long body on a thread, so that other streams go on meanwhile."""
+        if len(self._bytes) > _LONG_BODY:
+            await asyncio.to_thread(getattr, self, "prefix")
 
     @cached_property
     def _body(self) -> dict[str, Any]:

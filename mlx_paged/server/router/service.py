@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.router.app import create_router
 from mlx_paged.server.router.context import RouterContext
-from mlx_paged.server.router.pool import ModelPool
+from mlx_paged.server.router.pool import Lease, ModelPool
 from mlx_paged.server.router.process import REPLICA, ModelProcess, ServingProcess
 from mlx_paged.server.router.replicas import ReplicaSet
+from mlx_paged.server.router.routing import Replica
 from mlx_paged.server.router.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ class RouterService:
     ) -> None:
         # Private to this user, and short: paths of Unix sockets have about 100 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="mlx-paged-"))
-        self._numbers = count()
+        self._numbers = itertools.count()
+        self._background: dict[Replica, list[Lease]] = {}
         self._pool = ModelPool(
             specs, partial(self._start, entry), budget=budget, max_waiting=max_waiting
         )
@@ -98,6 +100,19 @@ class RouterService:
         environment = dict(spec.environments[number])
         if spec.num_replicas > 1:
             environment[REPLICA] = str(number)
+        hold = partial(self._hold, spec.name)
         return await ModelProcess.start(
-            entry, spec, socket, self._context.ledger.charge, environment
+            entry, spec, socket, self._context.ledger.charge, hold, environment
         )
+
+    def _hold(self, name: str, replica: Replica, count: int) -> None:
+        """Keeps a lease of a model for each response that a replica runs in the background."""
+        leases = self._background.setdefault(replica, [])
+        while len(leases) < count:
+            lease = self._pool.lease(name)
+            lease.enter(replica)
+            leases.append(lease)
+        while len(leases) > count:
+            leases.pop().release()
+        if not leases:
+            del self._background[replica]
