@@ -252,12 +252,8 @@ class PagedModel:
             places: See `Taps`.
 
         Raises:
-            ValueError: The model has no such layer, or runs on copies of its blocks.
+            ValueError: The model has no such layer.
         """
-        if self._is_gathered:
-            raise ValueError(
-                f"hidden states are not read from a model that runs {self.layout.mode}"
-            )
         self._taps = Taps(self.model, places, context=self._context, output_rows=self._output_rows)
         if self._taps.reads_end:
             self.prunes_last_layer = False
@@ -470,7 +466,7 @@ class PagedModel:
         if inputs.media is not None:
             _check_media(self.model, inputs)
         if self._is_gathered:
-            return StepOutput(self._forward_in_groups(tokens, inputs), self.pools())
+            return self._run_in_groups(tokens, inputs)
         is_longer = repetition.num_rows > inputs.query_lens.sum()
         if is_longer and repetition.repeat is Repeat.AS_GRAPH:
             inputs = inputs.padded(repetition.num_rows)
@@ -783,13 +779,15 @@ class PagedModel:
             np.zeros((len(lengths), max(1, int(lengths.max(initial=1)))), dtype=np.int32), lengths
         )
 
-    def _forward_in_groups(self, tokens: mx.array, inputs: StepInputs) -> mx.array:
+    def _run_in_groups(self, tokens: mx.array, inputs: StepInputs) -> StepOutput:
         patches.ensure_installed()
         # The caches have their own groups, so the plan has no sequences. Nor media, because
         # `wrap.convert_to_paged` runs no multimodal model this way.
         no_plan = build_plan([], [], [], block_size=self.block_size, platform=self.platform)
         parts: list[mx.array] = []
         wanted: list[np.ndarray] = []
+        taps: list[tuple[mx.array, ...]] = []
+        tapped: list[np.ndarray] = []
         first_rows = np.cumsum(inputs.query_lens) - inputs.query_lens
         uniform = self.layout.mode is Mode.UNIFORM
         for members in groups_of(inputs, uniform=uniform):
@@ -803,8 +801,10 @@ class PagedModel:
             rows = (first_rows[members][:, None] + np.arange(group.length)).reshape(-1)
             mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))
             within = np.searchsorted(rows, inputs.logit_rows[mine])
-            grouped = tokens[int32(rows)].reshape(len(members), group.length)
+            places = int32(rows)
+            grouped = tokens[places].reshape(len(members), group.length)
             adapters = None if inputs.adapters is None else int32(inputs.adapters[rows] - 1)
+            features = {} if inputs.features is None else {"features": inputs.features[places]}
             self._context.enter(Step(no_plan, int32(within), adapters=adapters))
             try:
                 with ExitStack() as stack:
@@ -815,15 +815,25 @@ class PagedModel:
                         states = _state_group(inputs, members, group.length)
                         for state in self._states:
                             stack.enter_context(state.grouped(states))
-                    logits = self._output_rows.finish(self.model(grouped, cache=self.caches))
+                    logits = self.model(grouped, cache=self.caches, **features)
+                    logits = self._output_rows.finish(logits)
+                    if self._taps is not None:
+                        taps.append(self._taps.take())
+                        tapped.append(rows)
             finally:
                 self._context.leave()
             if len(mine):
                 parts.append(logits)
                 wanted.append(mine)
-        if not parts:
-            return logits[:0]
-        return mx.concatenate(parts)[int32(np.argsort(np.concatenate(wanted)))]
+        hidden = tuple(_in_order(each, tapped) for each in zip(*taps))
+        return StepOutput(
+            _in_order(parts, wanted) if parts else logits[:0], self.pools(), taps=hidden
+        )
+
+
+def _in_order(parts: Sequence[mx.array], places: Sequence[np.ndarray]) -> mx.array:
+    """Joins rows of groups, in the order of their places."""
+    return mx.concatenate(list(parts))[int32(np.argsort(np.concatenate(places)))]
 
 
 def _check_media(model: nn.Module, inputs: StepInputs) -> None:

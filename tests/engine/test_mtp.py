@@ -25,7 +25,8 @@ from support.reference import ON_GPU
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.loading import load
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
-from mlx_paged.model.draft_heads.mtp import FORMATS, REFUSED, load_mtp
+from mlx_paged.model.draft_heads.mtp import load_mtp
+from mlx_paged.model.draft_heads.mtp_formats import FORMATS, REFUSED
 
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -110,3 +111,9 @@ def test_layers_of_nemotron_that_keep_a_state_are_refused(tmp_path: Path) -> Non
     file.write_text(json.dumps(fields))
     with pytest.raises(ModelLoadError, match=r"attention, experts and MLPs but are \*M"):
         llm_of(tmp_path, drafts=True)
+
+
+def test_lists_of_step_that_end_with_the_models_layers_are_refused() -> None:
+    config = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    with pytest.raises(ValueError, match="layer_types must name its layer, number 4"):
+        FORMATS["step3p5"].fields(config)

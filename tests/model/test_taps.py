@@ -12,9 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from support.eagle3 import states_of
-from support.grouped_models import HYBRIDS
 from support.models import StepDriver, random_tokens, tiny_config, tiny_model
-from support.parity import family_model
 from support.reference import ON_GPU
 
 from mlx_paged import executables
@@ -28,8 +26,8 @@ CONFIG = tiny_config("llama")
 NUM_LAYERS = CONFIG["num_hidden_layers"]
 
 
-def driver_of(places: list[int]) -> StepDriver:
-    driver = StepDriver(tiny_model(CONFIG), "llama", block_size=8)
+def driver_of(places: list[int], mode: Mode = Mode.NATIVE) -> StepDriver:
+    driver = StepDriver(tiny_model(CONFIG), "llama", block_size=8, mode=mode)
     driver.runner.model.tap(places)
     return driver
 
@@ -45,11 +43,13 @@ def dense(model: Any, tokens: list[int]) -> dict[int, np.ndarray]:
     return found
 
 
-def test_all_rows_of_steps_of_any_size() -> None:
+@pytest.mark.parametrize("mode", [Mode.NATIVE, Mode.GATHERED, Mode.UNIFORM])
+def test_all_rows_of_steps_of_any_size(mode: Mode) -> None:
     """Few rows run as one operation, with these states as further outputs. Of a long prompt, the
-    last layer would only compute the rows that are sampled."""
+    last layer would only compute the rows that are sampled. A gathered model runs once for each
+    number of rows, so the states of a step come in parts."""
     places = [2, NUM_LAYERS, FINAL, 0]
-    driver, model = driver_of(places), tiny_model(CONFIG)
+    driver, model = driver_of(places, mode), tiny_model(CONFIG)
     rng = np.random.default_rng(0)
     known: dict[str, list[int]] = {"a": [], "b": []}
     for counts in ({"a": 5, "b": 3}, {"a": 1, "b": 1}, {"b": 100}, {"a": 1, "b": 4}):
@@ -68,6 +68,8 @@ def test_all_rows_of_steps_of_any_size() -> None:
             scores = final @ np.array(model.model.embed_tokens.weight).T
             np.testing.assert_allclose(logits[name], scores, atol=2e-3)
             at += len(tokens)
+    if mode is not Mode.NATIVE:
+        return
     compiled = driver.runner.model._compiled
     assert compiled.refusals.steps is None
     assert bool(compiled._graphs) == (executables.max_cpu_step_rows() > 0)
@@ -83,8 +85,3 @@ def test_layers_that_a_model_does_not_have() -> None:
     paged = convert_to_paged(tiny_model(CONFIG), "llama", block_size=8)
     with pytest.raises(ValueError, match="has 4 layers, and none before 5"):
         paged.tap([1, 5])
-    gathered = convert_to_paged(
-        family_model(HYBRIDS["qwen3_next"]), "qwen3_next", modes=[Mode.GATHERED], block_size=8
-    )
-    with pytest.raises(ValueError, match="not read from a model that runs gathered"):
-        gathered.tap([1])

@@ -29,6 +29,7 @@ from mlx_paged.engine.loading import load
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.sampler import Sampled, SamplingMetadata, SamplingRow
 from mlx_paged.model.kv_formats import KVFormat
+from mlx_paged.model.layout import Mode
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.wrap import convert_to_paged
 from support.plain import plain_caches
@@ -201,9 +202,11 @@ class StepDriver:
         num_blocks: int = 64,
         seed: int = 0,
         kv_format: KVFormat | None = None,
+        mode: Mode | None = None,
     ) -> None:
         self.block_size = block_size
-        paged = convert_to_paged(model, model_type, block_size=block_size)
+        modes = list(Mode) if mode is None else [mode]
+        paged = convert_to_paged(model, model_type, modes=modes, block_size=block_size)
         if kv_format is not None:
             paged.layout = paged.layout.with_kv_format(kv_format)
         self.runner = ModelRunner(paged, num_blocks=num_blocks)

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 
 from support.models import VOCAB_SIZE, embedded
 from support.oracle_torch import oracle_torch
-from support.reference_configs import REFERENCES, SLIDING_FIRST, Reference
+from support.reference_configs import BASE, HEAD, REFERENCES, SLIDING_FIRST, Reference
 from support.reference_models import save
 
 NUM_LAYERS, HIDDEN = 4, 64
@@ -34,13 +35,18 @@ class Case:
         names: Of its two first norms, its projection and its last norm; None: the model's norm.
         layer: Before the names of its layers' weights, after `prefix`; "{}" is a layer's number.
         renamed: Names in its layers, by transformers' names.
+        dropped: Matches names in the last layer that the head does not have.
         hidden_first: Order of the projection's inputs.
+        reads_normed: It reads the model's states after the model's last norm.
         returns_normed: The next draft reads the state after the last norm.
         offset: Added to the weights of norms.
-        has_output: The head has an output projection of its own.
+        output: Name of the head's own output projection, if it has one.
         model_type: The family, if transformers' is another one with the same layers.
+        counts: Fields that count layers, and what each layer counts.
         added: Entries of its layers in lists of the config.
         own_fields: Fields that the saved config has in addition.
+        published: The published config, if it has no field in common with transformers'.
+        layer_of: Makes the head's layer of one of the model's, if it is not the same.
     """
 
     reference: Reference
@@ -48,13 +54,18 @@ class Case:
     names: tuple[str, str, str, str | None]
     layer: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    dropped: str = "$^"
     hidden_first: bool = False
+    reads_normed: bool = True
     returns_normed: bool = False
     offset: float = 0.0
-    has_output: bool = False
+    output: str | None = None
     model_type: str | None = None
-    added: Mapping[str, list[str]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=lambda: {"num_hidden_layers": 1})
+    added: Mapping[str, list[Any]] = field(default_factory=dict)
     own_fields: Mapping[str, Any] = field(default_factory=dict)
+    published: Mapping[str, Any] | None = None
+    layer_of: Callable[[Any], Any] | None = None
 
     @property
     def num_head_layers(self) -> int:
@@ -79,6 +90,59 @@ _QWEN = {
     "offset": 1.0,
     "added": {"layer_types": ["full_attention"]},
 }
+
+
+def _without_experts(layer: Any) -> Any:
+    """LongCat's layer for its head: the first attention and the first MLP of a model's."""
+    torch = oracle_torch()
+
+    class WithoutExperts(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Any, **given: Any) -> Any:
+            x = x + layer.self_attn[0](layer.input_layernorm[0](x), **given)[0]
+            return x + layer.mlps[0](layer.post_attention_layernorm[0](x))
+
+    return WithoutExperts()
+
+
+_STEP_LISTS: dict[str, list[Any]] = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "rope_theta": [1e5, 1e4] * 2,
+    "partial_rotary_factors": [0.5, 1.0] * 2,
+    "swiglu_limits": [0.0, 0.5, 0.0, 0.5],
+    "swiglu_limits_shared": [0.0, 0.0, 0.5, 0.5],
+}
+_STEP_HEAD: dict[str, list[Any]] = {
+    "layer_types": ["sliding_attention"],
+    "rope_theta": [1e4],
+    "partial_rotary_factors": [1.0],
+    "swiglu_limits": [0.0],
+    "swiglu_limits_shared": [0.25],
+}
+_STEP_FIELDS = {
+    **HEAD,
+    "pad_token_id": 0,
+    "sliding_window": 16,
+    "moe_intermediate_size": 32,
+    "share_expert_dim": 32,
+    "moe_router_scaling_factor": 2.0,
+}
+_STEP = Reference(
+    "step3p7",
+    text={
+        **_STEP_FIELDS,
+        **_STEP_LISTS,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_sliding_attention_heads": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    vision={"width": 32, "layers": 1, "heads": 2, "image_size": 28, "mlp_ratio": 2.0},
+    architecture="Step3p7ForConditionalGeneration",
+)
 _SLIDING = {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}
 _DENSE_FIRST = ["dense", *["sparse"] * (NUM_LAYERS - 1)]
 CASES: dict[str, Case] = {
@@ -126,12 +190,52 @@ CASES: dict[str, Case] = {
         own_fields={"mtp_hybrid_override_pattern": "*E", "num_nextn_predict_layers": 1},
     ),
     "deepseek_v3": Case(REFERENCES["deepseek_v3"], **_DEEPSEEK),  # type: ignore[arg-type]
+    "deepseek_v32": Case(REFERENCES["deepseek_v32"], **_DEEPSEEK),  # type: ignore[arg-type]
+    "glm_moe_dsa": Case(REFERENCES["glm_moe_dsa"], **_DEEPSEEK),  # type: ignore[arg-type]
     "glm4_moe": Case(
         REFERENCES["glm4_moe"],
         **_DEEPSEEK,  # type: ignore[arg-type]
-        has_output=True,
+        output="shared_head.head",
     ),
     "glm4_moe_lite": Case(REFERENCES["glm4_moe_lite"], **_DEEPSEEK),  # type: ignore[arg-type]
+    "longcat_flash": Case(
+        REFERENCES["longcat_flash"],
+        "model.mtp.",
+        ("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm"),
+        layer="layers.0.",
+        renamed=(
+            ("self_attn.0.", "self_attn."),
+            ("mlps.0.", "transformer_layer.mlp."),
+            ("layernorm.0.", "layernorm."),
+        ),
+        dropped=r"(self_attn|mlps|.*layernorm)\.1\.|mlp\.",
+        returns_normed=True,
+        counts={"num_layers": 1, "num_hidden_layers": 2},
+        layer_of=_without_experts,
+    ),
+    "step3p5": Case(
+        _STEP,
+        **{  # type: ignore[arg-type]
+            **_DEEPSEEK,
+            "names": ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
+        },
+        reads_normed=False,
+        offset=1.0,
+        output="transformer.shared_head.output",
+        added={**_STEP_HEAD, "mlp_layer_types": ["dense"]},
+        published={
+            **BASE,
+            **_STEP_FIELDS,
+            **{name: [*values, *_STEP_HEAD[name]] for name, values in _STEP_LISTS.items()},
+            "model_type": "step3p5",
+            "num_attention_groups": 2,
+            "attention_other_setting": {"num_attention_heads": 8, "num_attention_groups": 2},
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_layers_enum": "1,2,3",
+            "num_nextn_predict_layers": 1,
+        },
+    ),
     "mimo": Case(
         REFERENCES["qwen2"],
         "model.mtp_layers.0.",
@@ -156,11 +260,14 @@ class MtpReference:
     def __init__(self, case: Case, path: Path) -> None:
         self._case = case
         num_layers = NUM_LAYERS + case.num_head_layers
-        fields = {**case.reference.config, "num_hidden_layers": num_layers}
+        reference = case.reference
+        fields = dict(reference.config if reference.text is None else reference.text)
+        fields.update({name: count * num_layers for name, count in case.counts.items()})
         for name, values in case.added.items():
             if name in fields:
                 fields[name] = [*fields[name], *values]
-        model = save(replace(case.reference, config=fields), path)
+        section = "config" if reference.text is None else "text"
+        model = save(replace(reference, **{section: fields}), path)
         rng = np.random.default_rng(5)
         embed, hidden, projection, norm = case.names
         self._own = {
@@ -170,16 +277,18 @@ class MtpReference:
         }
         wide = rng.standard_normal((HIDDEN, 2 * HIDDEN)) / np.sqrt(2 * HIDDEN)
         self._own[projection] = wide.astype(np.float32)
-        output = "shared_head.head"
-        if case.has_output:
+        if case.output is not None:
             scores = rng.standard_normal((VOCAB_SIZE, HIDDEN)) / np.sqrt(HIDDEN)
-            self._own[output] = scores.astype(np.float32)
+            self._own[case.output] = scores.astype(np.float32)
         _rewrite(path, case, self._own)
         model.config._experts_implementation = "eager"  # Its grouped products take no float64.
-        self._model = model.double()
-        weight = self._model.lm_head.weight.detach()
-        if case.has_output:
-            weight = oracle_torch().tensor(self._own[output], dtype=weight.dtype)
+        model = model.double()
+        self._inner = getattr(model.model, "language_model", model.model)
+        if case.layer_of is not None:
+            self._inner.layers[-1] = case.layer_of(self._inner.layers[-1])
+        weight = model.lm_head.weight.detach()
+        if case.output is not None:
+            weight = oracle_torch().tensor(self._own[case.output], dtype=weight.dtype)
         self._output = weight
 
     def drafts(
@@ -202,15 +311,26 @@ class MtpReference:
         return found
 
     def _states(self, tokens: Sequence[int]) -> Any:
-        """``[len(tokens), hidden_size]``: the model's last states, normed."""
+        """``[len(tokens), hidden_size]``: the model's last states."""
         torch = oracle_torch()
-        inner = self._model.model
-        with _layers(inner, slice(NUM_LAYERS)):
-            return inner(input_ids=torch.tensor([list(tokens)]), use_cache=False)[0][0]
+        ids = torch.tensor([list(tokens)])
+        normed, last = self._run(slice(NUM_LAYERS), input_ids=ids)
+        return normed if self._case.reads_normed else last
+
+    def _run(self, places: slice, **given: Any) -> tuple[Any, Any]:
+        """Runs some of the layers; returns their states with and without the model's last norm."""
+        inner, found = self._inner, []
+        with _layers(inner, places, self._case.counts):
+            hook = inner.layers[-1].register_forward_hook(
+                lambda module, given, out: found.append(out[0] if isinstance(out, tuple) else out)
+            )
+            normed = inner(**given, use_cache=False)[0][0]
+            hook.remove()
+        return normed, found[0][0]
 
     def _head(self, tokens: Sequence[int], states: Any) -> tuple[np.ndarray, Any]:
         torch = oracle_torch()
-        inner, case = self._model.model, self._case
+        inner, case = self._inner, self._case
         embed, hidden, projection, norm = (
             self._last_norm if name is None else torch.tensor(self._own[name], dtype=torch.float64)
             for name in case.names
@@ -218,24 +338,17 @@ class MtpReference:
         embeds = inner.get_input_embeddings()(torch.tensor(list(tokens)))
         both = [self._norm(embeds, embed), self._norm(states, hidden)]
         x = torch.cat(both[::-1] if case.hidden_first else both, dim=-1) @ projection.T
-        found: list[Any] = []
-        hook = inner.layers[-1].register_forward_hook(
-            lambda module, given, out: found.append(out[0] if isinstance(out, tuple) else out)
-        )
-        with _layers(inner, slice(NUM_LAYERS, None)):
-            inner(inputs_embeds=x[None], use_cache=False)
-        hook.remove()
-        last = found[0][0, -1]
+        last = self._run(slice(NUM_LAYERS, None), inputs_embeds=x[None])[1][-1]
         normed = self._norm(last, norm)
         logits = (self._output @ normed).numpy()
         return logits, normed if case.returns_normed else last
 
     @property
     def _last_norm(self) -> Any:
-        return self._model.model.norm.weight.detach()
+        return self._inner.norm.weight.detach()
 
     def _norm(self, x: Any, weight: Any) -> Any:
-        config = self._model.config
+        config = self._inner.config
         names = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
         eps = next(getattr(config, name) for name in names if hasattr(config, name))
         return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (weight + self._case.offset)
@@ -247,8 +360,8 @@ _LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 class _layers:
     """Limits a model to some of its layers, for a while."""
 
-    def __init__(self, inner: Any, places: slice) -> None:
-        self._inner, self._places = inner, places
+    def __init__(self, inner: Any, places: slice, counts: Mapping[str, int]) -> None:
+        self._inner, self._places, self._counts = inner, places, counts
 
     def __enter__(self) -> None:
         torch, config = oracle_torch(), self._inner.config
@@ -258,9 +371,10 @@ class _layers:
         self._before = dict(fields)
         for name, values in fields.items():
             setattr(config, name, values[self._places])
-        if "num_hidden_layers" in vars(config):
-            self._before["num_hidden_layers"] = config.num_hidden_layers
-            config.num_hidden_layers = len(self._inner.layers)
+        for name, count in self._counts.items():
+            if name in vars(config):
+                self._before[name] = vars(config)[name]
+                setattr(config, name, count * len(self._inner.layers))
 
     def __exit__(self, *_: object) -> None:
         self._inner.layers = self._layers
@@ -271,15 +385,19 @@ class _layers:
 def _rewrite(path: Path, case: Case, own: dict[str, np.ndarray]) -> None:
     """Gives the last layers' weights the names of a head's, and adds the rest of it."""
     weights: dict[str, mx.array] = mx.load(str(path / "model.safetensors"))  # type: ignore[assignment]
-    found = {_published(name, case): w for name, w in weights.items()}
+    named = {_published(name, case): w for name, w in weights.items()}
+    found = {name: w for name, w in named.items() if name is not None}
     found.update({f"{case.prefix}{name}.weight": mx.array(w) for name, w in own.items()})
     mx.eval(found)
     mx.save_safetensors(str(path / "model.safetensors"), found, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config["num_hidden_layers"] = NUM_LAYERS
-    for name, value in config.items():
-        if isinstance(value, list) and len(value) == NUM_LAYERS + case.num_head_layers:
-            config[name] = value[:NUM_LAYERS]
+    if case.published is not None:
+        config = dict(case.published)
+    else:
+        config = json.loads((path / "config.json").read_text())
+        config.update({name: count * NUM_LAYERS for name, count in case.counts.items()})
+        for name, value in config.items():
+            if isinstance(value, list) and len(value) == NUM_LAYERS + case.num_head_layers:
+                config[name] = value[:NUM_LAYERS]
     if case.model_type is not None:
         config["model_type"] = case.model_type
     config.update(case.own_fields)
@@ -288,11 +406,13 @@ def _rewrite(path: Path, case: Case, own: dict[str, np.ndarray]) -> None:
     embedded().tokenizer.save_pretrained(path)
 
 
-def _published(name: str, case: Case) -> str:
-    """The name of a weight in the checkpoint."""
+def _published(name: str, case: Case) -> str | None:
+    """The name of a weight in the checkpoint; None if it is not there."""
     for number in range(case.num_head_layers):
         _, found, rest = name.partition(f".layers.{NUM_LAYERS + number}.")
         if found:
+            if re.match(case.dropped, rest):
+                return None
             for theirs, published in case.renamed:
                 rest = rest.replace(theirs, published)
             return case.prefix + case.layer.format(number) + rest

@@ -30,6 +30,7 @@ from mlx_paged.model.draft_heads.gemma4_assistant import (
     load_assistant,
 )
 from mlx_paged.model.draft_heads.mtp import load_mtp
+from mlx_paged.model.layout import Mode
 from mlx_paged.model.loader import LoadedModel, local_directory, model_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.taps import FINAL
@@ -229,12 +230,14 @@ def make_mtp(
         output = (own_output, "__call__")
     head.attach(embeddings, *output, norm=lambda: target.model.model.norm)
     try:
-        paged.tap([FINAL])
+        paged.tap([head.read_place(len(getattr(target.model, "layers", ())))])
     except ValueError as error:
         expected = f"another one for {target.name} ({error})"
         raise InvalidParameterError("speculative_config.method", expected, "mtp") from error
+    # Layers that need dense copies in the model need them in its head.
+    mode = paged.layout.mode if paged.layout.mode.is_gathered else Mode.NATIVE
     runner = ModelRunner(
-        page_head(head, paged, head.returned_place),
+        page_head(head, paged, head.returned_place, mode),
         masks=masks,
         orders_all=True,
         to_vocabulary=partial(_of_width, width=target.vocab_size),

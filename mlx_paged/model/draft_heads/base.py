@@ -48,12 +48,15 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     return weights
 
 
-def page_head(head: nn.Module, target: PagedModel, place: int | None) -> PagedModel:
+def page_head(
+    head: nn.Module, target: PagedModel, place: int | None, mode: Mode = Mode.NATIVE
+) -> PagedModel:
     """Converts a head to paged caches.
 
     Args:
         target: The model that it drafts for.
         place: Place of its own states for the next draft, see `Taps`; None if it needs none.
+        mode: How its layers run.
 
     Raises:
         UnsupportedModelError: It does not run so.
@@ -61,7 +64,7 @@ def page_head(head: nn.Module, target: PagedModel, place: int | None) -> PagedMo
     paged = convert_to_paged(
         head,
         str(head.model_type),
-        modes=[Mode.NATIVE],
+        modes=[mode],
         block_size=target.block_size,
         platform=target.platform,
     )

@@ -13,196 +13,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 from safetensors import safe_open
 
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.deviations import conform
+from mlx_paged.model.draft_heads.mtp_formats import FORMATS, REFUSED, MtpFormat
 from mlx_paged.model.families import module_of
 from mlx_paged.model.loader import convert, model_classes
 from mlx_paged.model.taps import FINAL
 
 Weights = dict[str, mx.array]
 
-
-Fields = Mapping[str, Any]
-
-# Makes the one layer of a model what a head's layer is: with full attention, and experts if any.
-_ONE_LAYER = {
-    "num_hidden_layers": 1,
-    "num_nextn_predict_layers": 0,
-    "first_k_dense_replace": 0,
-    "full_attention_interval": 1,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "layer_types": ["full_attention"],
-}
-
-
-def _one_layer(config: Fields) -> dict[str, Any]:
-    return _ONE_LAYER
-
-
-@dataclass(frozen=True)
-class MtpFormat:
-    """How a family stores its head.
-
-    Attributes:
-        prefix: Before all names of its weights; "{}" stands for the number of layers.
-        embed_norm, hidden_norm, projection: Names of its own weights.
-        norm: That of its last norm, where "{}" stands for the number of its last layer; None if
-            that norm is the model's.
-        layer: Prefix of its decoder layers' weights, after `prefix`.
-        layer_names: Names in its layers, with those in the model's.
-        hidden_first: The projection takes the hidden state first, then the embedding.
-        returns_normed: Its own state for the next draft is taken after the last norm.
-        fields: Maps the model's config to the fields that differ for the head's layers.
-        model_layer: Prefix of a layer's weights in the model.
-        published_by: A weight by which `sanitize` recognizes a published checkpoint.
-    """
-
-    prefix: str
-    embed_norm: str
-    hidden_norm: str
-    projection: str
-    norm: str | None
-    layer: str = ""
-    layer_names: tuple[tuple[str, str], ...] = ()
-    hidden_first: bool = False
-    returns_normed: bool = False
-    fields: Callable[[Fields], Fields] = _one_layer
-    model_layer: str = "model.layers.0."
-    published_by: str | None = None
-
-
-def _ernie_fields(config: Fields) -> Fields:
-    return {**_ONE_LAYER, "moe_layer_start_index": 1}  # Its layer has no experts.
-
-
-def _exaone_fields(config: Fields) -> Fields:
-    """Its layer is of the first layer's type, unless the config names one."""
-    own = (config.get("mtp_layer_types") or config["layer_types"])[0]
-    # Layers rotate if they have a window, or if none of the model has.
-    types = [own, *config["layer_types"]]
-    return {**_ONE_LAYER, "layer_types": types, "is_moe_layer": [False]}
-
-
-def _mellum_fields(config: Fields) -> Fields:
-    own = (config.get("mtp_layer_types") or ["sliding_attention"])[0]
-    mlp = (config.get("mtp_mlp_layer_types") or ["sparse"])[0]
-    types = {"layer_types": [own, *config["layer_types"]], "mlp_layer_types": [mlp]}
-    return {**_ONE_LAYER, **types}
-
-
-def _mimo_v2_fields(config: Fields) -> Fields:
-    # The second entry of the pattern only names the other kind, which the model looks for.
-    return {**_ONE_LAYER, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]}
-
-
-_NEMOTRON_KINDS = {"*": "*", "E": "E", "-": "-", "attention": "*", "full_attention": "*"}
-_NEMOTRON_KINDS |= {"moe": "E", "mlp": "-"}
-
-
-def _nemotron_fields(config: Fields) -> Fields:
-    """Its layers: those of the config, attention and experts by default.
-
-    Raises:
-        ValueError: Layers of other kinds.
-    """
-    given = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type")
-    kinds = [_NEMOTRON_KINDS.get(kind) for kind in given or "*E"]
-    if None in kinds or kinds.count("*") < 1:
-        raise ValueError(f"its layers must be attention, experts and MLPs but are {given}")
-    pattern = {"hybrid_override_pattern": kinds, "num_hidden_layers": len(kinds)}
-    return {**pattern, "layers_block_type": None, "layer_types": None}
-
-
-_DEEPSEEK = MtpFormat("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-_BAILING = replace(_DEEPSEEK, norm="final_layernorm", returns_normed=True)
-_MELLUM = MtpFormat(
-    "mtp.",
-    "pre_fc_norm_embedding",
-    "pre_fc_norm_hidden",
-    "fc",
-    "norm",
-    layer="layers.0.",
-    returns_normed=True,
-    fields=_mellum_fields,
-)
-_QWEN = replace(_MELLUM, fields=_one_layer, published_by="model.layers.0.linear_attn.conv1d.weight")
-_MIMO = MtpFormat(
-    "model.mtp_layers.0.",
-    "token_layernorm",
-    "hidden_layernorm",
-    "input_proj",
-    "final_layernorm",
-    hidden_first=True,
-    returns_normed=True,
-)
-_MIMO_V2 = MtpFormat(
-    "model.mtp.layers.0.",
-    "enorm",
-    "hnorm",
-    "eh_proj",
-    "final_layernorm",
-    layer_names=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
-    returns_normed=True,
-    fields=_mimo_v2_fields,
-)
-_ERNIE = MtpFormat(
-    "model.mtp_",
-    "emb_norm.0",
-    "hidden_norm.0",
-    "linear_proj.0",
-    None,
-    layer="block.0.",
-    returns_normed=True,
-    fields=_ernie_fields,
-)
-_NEMOTRON = MtpFormat(
-    "mtp.",
-    "layers.0.enorm",
-    "layers.0.hnorm",
-    "layers.0.eh_proj",
-    "layers.{}.final_layernorm",
-    layer="layers.",
-    returns_normed=True,
-    fields=_nemotron_fields,
-    model_layer="backbone.layers.",
-)
-#: By mlx-lm's module.
-FORMATS: dict[str, MtpFormat] = {
-    "bailing_moe_v3": _BAILING,
-    "deepseek_v3": _DEEPSEEK,
-    "ernie4_5_moe": _ERNIE,
-    "exaone_moe": replace(_MELLUM, fields=_exaone_fields),
-    "glm4_moe": _DEEPSEEK,
-    "glm4_moe_lite": _DEEPSEEK,
-    "mellum": _MELLUM,
-    "mimo": _MIMO,
-    "mimo_v2_flash": _MIMO_V2,
-    "nemotron_h": _NEMOTRON,
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
-    "qwen3_next": _QWEN,
-}
-_INDEXED = "its layer attends to what an index chooses (DSA), and heads have no cache for one"
-#: Families whose heads are refused, and why.
-REFUSED: dict[str, str] = {
-    "bailing_hybrid": "its layer has not been compared with a reference, unlike bailing_moe_v3's",
-    "deepseek_v32": _INDEXED,
-    "glm_moe_dsa": _INDEXED,
-    "kimi_k3": "its layer has not been compared with a reference",
-    "longcat_flash": "its layer has one attention and one MLP, while those of the model have two",
-    "step3p5": "it has three heads with layers of other kinds, and no reference to compare with",
-}
 # Names under which `sanitize` sees the head's own weights. Qwen's adds 1 to those that end as the
 # norms of a layer do.
 _OWN = {
@@ -210,6 +39,7 @@ _OWN = {
     "hidden_norm": "hidden_norm.input_layernorm.weight",
     "projection": "projection.weight",
     "norm": "own.model.norm.weight",
+    "output": "shared_head.head.weight",
 }
 
 
@@ -260,6 +90,10 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         if self._format.norm is None:
             self.norm = norm()
 
+    def read_place(self, num_layers: int) -> int:
+        """The place of the states that it reads in a model of so many layers, see `Taps`."""
+        return FINAL if self._format.reads_normed else num_layers
+
     @property
     def returned_place(self) -> int:
         """The place of its own states for the next draft, see `Taps`."""
@@ -288,7 +122,9 @@ class MtpHead(nn.Module):  # type: ignore[misc]
             own = mask = None
             if _attends(layer):
                 own, window = next(caches)
-                mask = create_attention_mask(x, own, window_size=window, return_array=True)
+                # Of a layer with an indexer, the second one keeps the indexer's keys.
+                first = own[0] if isinstance(own, CacheList) else own
+                mask = create_attention_mask(x, first, window_size=window, return_array=True)
             x = layer(x, mask=mask, cache=own)
         logits: mx.array = getattr(self.project, self._method)(self.norm(x))
         return logits
@@ -308,8 +144,7 @@ def has_mtp(path: Path, config: Mapping[str, Any]) -> bool:
     module = module_of(config)
     if module not in FORMATS:
         return False
-    text = config.get("text_config", config)
-    prefix = FORMATS[module].prefix.format(text["num_hidden_layers"])
+    prefix = _prefix(FORMATS[module], config)
     for file in _files(path, lambda name: _rest(name, prefix) is not None):
         with safe_open(str(file), framework="numpy") as weights:
             names = weights.keys()  # The file itself is no iterable.
@@ -349,7 +184,7 @@ def _load(
     path: Path, config: Mapping[str, Any], mtp_format: MtpFormat, dtype: str
 ) -> tuple[MtpHead, nn.Module | None]:
     text = config.get("text_config", config)
-    prefix = mtp_format.prefix.format(text["num_hidden_layers"])
+    prefix = _prefix(mtp_format, config)
     weights, is_converted = _read(path, prefix)
     if not weights:
         raise ValueError(
@@ -357,17 +192,19 @@ def _load(
             "has them as speculative_config.model"
         )
     shell, own_config = _shell(config, mtp_format)
-    mtp_format = _numbered(mtp_format, len(shell.layers))
+    layers, make_cache = shell.layers, getattr(shell, "make_cache", None)
+    if mtp_format.layer_of is not None:
+        layers, make_cache = [mtp_format.layer_of(layer) for layer in layers], None
+    mtp_format = _numbered(mtp_format, len(layers))
     named = {_name(mtp_format, name): weight for name, weight in weights.items()}
     if not is_converted:
         if mtp_format.published_by is not None:
             named[mtp_format.published_by] = mx.zeros((1, 1, 2))
         named = shell.sanitize(named)
-        named.pop(mtp_format.published_by, None)
     head = MtpHead(
         mtp_format,
-        shell.layers,
-        _caches_of(shell),
+        layers,
+        make_cache or (lambda: [KVCache() for _ in layers]),
         hidden_size=text["hidden_size"],
         eps=next(text[name] for name in _EPSILONS if name in text),
         model_type=module_of(config),
@@ -386,6 +223,12 @@ def _load(
     return head, own
 
 
+def _prefix(mtp_format: MtpFormat, config: Mapping[str, Any]) -> str:
+    """The prefix of a head's weights, with the number of the model's layers."""
+    text = config.get("text_config", config)
+    return mtp_format.prefix.format(text.get("num_hidden_layers", text.get("num_layers")))
+
+
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 
 
@@ -396,34 +239,24 @@ def _sorted_out(named: Weights, mtp_format: MtpFormat) -> tuple[Weights, mx.arra
         named: By the names that `sanitize` gave them.
     """
     found: Weights = {}
-    output: mx.array | None = None
     own_names = {theirs: ours for ours, theirs in _OWN.items()}
     layers = mtp_format.model_layer
     place = "layers.0." if layers.endswith(".0.") else "layers."
     for name, weight in named.items():
         name = name.removeprefix("language_model.")
-        if name.endswith("shared_head.head.weight"):
-            output = weight
-        elif name.startswith(layers):
+        if name.startswith(layers):
             found[place + name.removeprefix(layers)] = weight
         elif name in own_names:
             found[f"{own_names[name]}.weight"] = weight
+    output = found.pop("output.weight", None)
     return found, output
-
-
-def _caches_of(model: Any) -> Callable[[], list[Any]]:
-    """Returns what makes mlx-lm's caches of a model."""
-    if hasattr(model, "make_cache"):
-        make: Callable[[], list[Any]] = model.make_cache
-        return make
-    return lambda: [KVCache() for _ in model.layers]
 
 
 def _shell(config: Mapping[str, Any], mtp_format: MtpFormat) -> tuple[Any, dict[str, Any]]:
     """A model with only the head's layers, whose weights are not made, and its config."""
     own = deepcopy(dict(config))
     for section in (own, own.get("text_config", {})):
-        if "num_hidden_layers" in section:
+        if "hidden_size" in section:
             section.update(mtp_format.fields(section))
     model_class, args_class = model_classes(own)
     return model_class(args_class.from_dict(own)), own
@@ -442,8 +275,8 @@ def _name(mtp_format: MtpFormat, name: str) -> str:
     for ours, seen in _OWN.items():
         if module == getattr(mtp_format, ours):
             return seen if kind == "weight" else seen.removesuffix("weight") + kind
-    if name.startswith(("embed_tokens.", "shared_head.")):
-        return name
+    if name.startswith("embed_tokens."):
+        return name  # The model's, once more.
     name = name.removeprefix(mtp_format.layer)
     for theirs, own in mtp_format.layer_names:
         name = name.replace(theirs, own)
