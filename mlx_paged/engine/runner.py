@@ -374,7 +374,9 @@ class ModelRunner:
             # Nothing to choose: the step only writes to the pools.
             tokens, logprobs, sample_failure = mx.zeros((0,), dtype=mx.int32), None, None
             for_host, greedy = tokens, None
-        prompt_logprobs = _report_prompts(logits[num_sampled:], targets) if targets else None
+        prompt_logprobs = None
+        if targets:
+            prompt_logprobs = _report_prompts(logits[num_sampled : len(rows.wanted)], targets)
         launched = LaunchedStep(
             batch=batch,
             tokens=tokens,

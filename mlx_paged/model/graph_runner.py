@@ -94,6 +94,7 @@ class Repetition(NamedTuple):
 
     repeat: Repeat
     num_rows: int  # tokens of the step, including padding, which belongs to no sequence
+    num_sequences: int  # including padding, which has no tokens
     reads_once: bool  # True if it probably reads the host's arrays once, as an executable
 
 
@@ -192,10 +193,9 @@ class GraphRunner:
             num_samples: Number of rows whose logits are needed.
             is_of_arrays: True if it depends only on arrays whose sizes such steps share: no
                 recurrent state, no media features, and no row that sees later positions.
-            may_pad_prompts: True if a step with prompts may get more rows, so that it repeats an
-                earlier one.
-            may_pad_decodes: The same for a step of decodes; its new rows are sequences, too, and
-                have logits.
+            may_pad_prompts: True if a step with prompts may get more rows and sequences, so that it
+                repeats an earlier one. Then as many rows as it has have logits.
+            may_pad_decodes: The same for a step of decodes.
         """
         if num_rows != num_sequences:
             if may_pad_prompts and num_samples and self.takes_prompts(num_rows):
@@ -205,9 +205,12 @@ class GraphRunner:
             if self.platform.repeats_steps and self.reads_once(padded):
                 num_rows = num_sequences = num_samples = padded
         repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
+        if repeat is Repeat.WITH_PROMPTS and may_pad_prompts:
+            # Otherwise, each number of decodes beside a prompt would be a shape of its own.
+            num_sequences = num_rows
         # A step without samples is no executable.
         reads_once = repeat is not Repeat.NOT and num_samples > 0 and self.reads_once(num_rows)
-        return Repetition(repeat, num_rows, reads_once)
+        return Repetition(repeat, num_rows, num_sequences, reads_once)
 
     def repeat_of(
         self, num_rows: int, num_sequences: int, num_samples: int, *, is_of_arrays: bool

@@ -438,13 +438,14 @@ class PagedModel:
         """
         repetition = self.repetition_of(inputs, tokens.shape[0])
         if not may_repeat:
-            repetition = Repetition(Repeat.NOT, tokens.shape[0], False)
+            num_sequences = len(inputs.query_lens)
+            repetition = Repetition(Repeat.NOT, tokens.shape[0], num_sequences, False)
         return self.run(tokens, inputs, repetition).logits
 
     def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
 
-        A step of decodes that was padded (`StepInputs.may_pad`) has logits of all its rows.
+        A step with sequences of padding has logits of `Repetition.num_rows` rows.
 
         After `keep_hidden_states`: -> ``[len(logit_rows), hidden_size]`` last hidden states, with
         the model's final norm applied.
@@ -467,9 +468,8 @@ class PagedModel:
             _check_media(self.model, inputs)
         if self._is_gathered:
             return self._run_in_groups(tokens, inputs)
-        is_longer = repetition.num_rows > inputs.query_lens.sum()
-        if is_longer and repetition.repeat is Repeat.AS_GRAPH:
-            inputs = inputs.padded(repetition.num_rows)
+        if repetition.num_sequences > len(inputs.query_lens):
+            inputs = inputs.padded(repetition.num_sequences)
         step = self._step(inputs, repetition)
         before = self.pools()
         output = self._compiled.run(tokens, step, before, repetition.repeat)
@@ -483,7 +483,8 @@ class PagedModel:
         A row is at the position before its token's. A window counts the token, so it has one key
         less.
         """
-        step = self._step(inputs, Repetition(Repeat.NOT, int(inputs.query_lens.sum()), False))
+        num_sequences, num_rows = len(inputs.query_lens), int(inputs.query_lens.sum())
+        step = self._step(inputs, Repetition(Repeat.NOT, num_rows, num_sequences, False))
         plans = {
             spec: self._plan(
                 inputs,
@@ -567,7 +568,7 @@ class PagedModel:
         if num_rows is None:
             num_rows = int(inputs.query_lens.sum())
         if self._is_gathered:
-            return Repetition(Repeat.NOT, num_rows, False)
+            return Repetition(Repeat.NOT, num_rows, len(inputs.query_lens), False)
         return self._compiled.repetition_of(
             num_rows,
             len(inputs.query_lens),

@@ -198,12 +198,12 @@ class StepInputs:
     may_pad: bool = False
     splits_drafts: bool = False
 
-    def padded(self, num_rows: int) -> StepInputs:
-        """Returns a step of decodes with further rows, up to `num_rows`.
+    def padded(self, num_sequences: int) -> StepInputs:
+        """Returns a step with further sequences, up to `num_sequences`, and as many logits.
 
-        They belong to sequences without tokens, write nothing, and have logits like the others.
+        They have no tokens. The caller ignores the further logits, whose rows may be any.
         """
-        more = num_rows - len(self.query_lens)
+        more = num_sequences - len(self.query_lens)
         none = np.zeros(more, dtype=np.int64)
 
         def longer(tables: Tables) -> PaddedTables:
@@ -230,7 +230,9 @@ class StepInputs:
             context_lens=np.concatenate([self.context_lens, none]),
             query_lens=np.concatenate([self.query_lens, none]),
             tables=tables,
-            logit_rows=np.arange(num_rows),
+            logit_rows=np.append(
+                self.logit_rows, np.arange(len(self.logit_rows), num_sequences, dtype=np.int64)
+            ),
             features=features,
         )
 

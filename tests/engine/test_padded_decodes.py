@@ -1,11 +1,12 @@
-"""On NVIDIA GPUs, plain decodes are padded to a small set of row counts, and the warm-up compiles
-all of them.
+"""On NVIDIA GPUs, plain decodes and short prompts beside them are padded to a small set of shapes,
+and the warm-up compiles all of them.
 
 The programs are the model's own code here, one for each shape, so the CPU runs them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from support.models import embedded, random_tokens, tiny_config, tiny_model
 from support.platforms import CUDA_PROGRAMS, run_as_on
 
 from mlx_paged import LLM, SamplingParams
+from mlx_paged.engine.outputs import PositionReport
 from mlx_paged.engine.warm_up import warm_up
 from mlx_paged.model.graph_runner import GraphRunner, padded_decodes
 from mlx_paged.model.loader import LoadedModel
@@ -114,6 +116,45 @@ def test_a_load_of_any_number_of_sequences_compiles_nothing(
     decodes = programs.rows[1:]  # after the prompts
     assert len(decodes) >= count and set(decodes) == prepared
     assert not [rows for rows in programs.made if rows in prepared]
+
+
+def tokens_in(reports: Sequence[PositionReport | None] | None) -> list[list[int]]:
+    """The reported tokens of each position."""
+    return [list(report or ()) for report in reports or ()]
+
+
+def answers_of_joining(llm: LLM, count: int) -> list[tuple[Any, ...]]:
+    """The answers to short prompts that come one after another, each beside one more decode."""
+    rng, outputs = np.random.default_rng(5), []
+    for i in range(count):
+        params = SamplingParams(
+            temperature=0.9 * (i % 3 == 1), seed=i, max_tokens=2 * count, ignore_eos=True,
+            logprobs=2 if i % 4 == 2 else None, prompt_logprobs=1 if i % 4 == 3 else None,
+        )  # fmt: skip
+        prompt = random_tokens(rng, int(rng.integers(3, 30)))
+        outputs.append(llm.engine.add_request(str(i), prompt, params))
+        llm.engine.step()
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    return [
+        (each.token_ids, tokens_in(each.logprobs), tokens_in(output.prompt_logprobs))
+        for output in outputs
+        for each in output.outputs
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "windows"])
+@pytest.mark.one_in(2)
+def test_short_prompts_beside_any_number_of_decodes_compile_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers_of_joining(engine_of(name, 16), 16)
+    llm = engine_of(name, 16)
+    programs = Programs(llm, monkeypatch)
+    programs.made.clear()
+    programs.rows.clear()
+    assert answers_of_joining(llm, 16) == expected
+    assert {16, 32, 48} <= set(programs.rows) and not programs.made
 
 
 def test_padding_reads_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:

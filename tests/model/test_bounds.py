@@ -198,7 +198,7 @@ def test_text_beside_a_picture_is_left_to_mlx_attention(model, of_second) -> Non
         bounds[:, 600 + np.arange(of_second[0], of_second[1] + 1)] = np.array([of_second]).T
     media = StepMedia(np.zeros(0, np.int32), None, None, bounds)
     inputs = StepInputs(rows, rows, tables, np.cumsum(rows) - 1, media=media)
-    chunks = paged._step(inputs, Repetition(Repeat.NOT, 1300, False)).prefill.chunks
+    chunks = paged._step(inputs, Repetition(Repeat.NOT, 1300, 2, False)).prefill.chunks
     assert [c.num_rows for c in chunks] == ([600, 700] if of_second is None else [600])
 
 
