@@ -17,6 +17,9 @@ OnKernel = Callable[[int, int], None]  # (number of kernels done, total)
 # attribute of this module.
 rejected: frozenset[str] = frozenset()
 
+#: Dtypes of plain pools, and of what layers compute in, as they are in the names of kernels.
+DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+
 
 def reject_kernels(host_names: Iterable[str]) -> None:
     """Replaces the set of GPU kernels that never run, by the names of metal/kernel_table.h.

@@ -42,10 +42,69 @@ import numpy.typing as npt
 
 from mlx_paged import kernels, plain_ops
 from mlx_paged.extension import ext
+from mlx_paged.layer_ops import (
+    activations,
+    add_in_product,
+    clipped_swiglu,
+    expert_linear,
+    gelu,
+    has_product,
+    layer_norm,
+    linear,
+    lookup,
+    lora,
+    max_product_rows,
+    quantized_linear,
+    rms_norm,
+    rope,
+    rope_rotations,
+    select_rows,
+    serves_rope,
+    serves_silu_mul,
+    silu_mul,
+)
 
-_DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
-# As a number of rows: all of them.
-_ALL_ROWS = (1 << 31) - 1
+__all__ = [
+    # Pools and attention, transfers, sampling.
+    "AttentionPlan",
+    "AttentionOptions",
+    "allocate_pool",
+    "has_cuda",
+    "has_wgmma",
+    "has_wgmma_prefill",
+    "upload",
+    "plan_attention",
+    "to_host",
+    "write_kv",
+    "copy_blocks",
+    "gather_kv",
+    "paged_attention",
+    "max_shared_rows",
+    "greedy_tokens",
+    "nucleus_thresholds",
+    "apply_token_bitmask",
+    "pool_copies",
+    # Parts of layers without a pool.
+    "rope_rotations",
+    "rope",
+    "serves_rope",
+    "rms_norm",
+    "layer_norm",
+    "gelu",
+    "silu_mul",
+    "serves_silu_mul",
+    "clipped_swiglu",
+    "linear",
+    "quantized_linear",
+    "activations",
+    "has_product",
+    "max_product_rows",
+    "lookup",
+    "expert_linear",
+    "lora",
+    "add_in_product",
+    "select_rows",
+]
 
 
 @dataclass(frozen=True)
@@ -109,11 +168,6 @@ def has_wgmma() -> bool:
     """True if operations run on an NVIDIA GPU with warpgroup matrix products (Hopper), and this
     build has kernels for it."""
     return ext.has_wgmma()
-
-
-def max_product_rows() -> int:
-    """Maximum rows of a step whose products are our own GPU kernels, for more weight formats."""
-    return ext.max_product_rows()
 
 
 def has_wgmma_prefill(key_dim: int, value_dim: int, block_size: int) -> bool:
@@ -224,7 +278,7 @@ def write_kv(
     Returns:
         The key pool and the value pool.
     """
-    if "write_kv" in kernels.rejected and key_pool.dtype in _DTYPE_NAMES:
+    if "write_kv" in kernels.rejected and key_pool.dtype in kernels.DTYPE_NAMES:
         return plain_ops.write_kv(key_pool, value_pool, keys, values, slot_mapping)
     return ext.write_kv(key_pool, value_pool, keys, values, slot_mapping, stream=stream)
 
@@ -272,7 +326,7 @@ def gather_kv(
         ``[num_seqs, num_kv_heads, max_context_len, head_dim]`` keys and values, zero past each
         sequence's context.
     """
-    if "gather_kv" in kernels.rejected and key_pool.dtype in _DTYPE_NAMES:
+    if "gather_kv" in kernels.rejected and key_pool.dtype in kernels.DTYPE_NAMES:
         return plain_ops.gather_kv(
             key_pool, value_pool, block_tables, context_lens, max_context_len
         )
@@ -329,7 +383,7 @@ def paged_attention(
         length = plan.block_tables.shape[1] * key_pool.shape[1]
         dense = gather_kv(
             *(key_pool, value_pool, plan.block_tables, plan.context_lens, length),
-            dtype=None if key_pool.dtype in _DTYPE_NAMES else queries.dtype,
+            dtype=None if key_pool.dtype in kernels.DTYPE_NAMES else queries.dtype,
         )
         return plain_ops.paged_attention(
             *(queries, *dense, plan),
@@ -370,180 +424,6 @@ def max_shared_rows(
     return ext.max_shared_rows(queries, key_pool, value_pool, has_alibi)
 
 
-def rope_rotations(
-    positions: mx.array,
-    inv_freqs: mx.array,
-    *,
-    scale: float = 1.0,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """Computes cosines and sines for `rope`, once for all layers of a step. CPU only.
-
-    Args:
-        positions: ``[num_rows]`` int32.
-        inv_freqs: ``[dims / 2]`` float32: rotation of each pair per position, in radians.
-        scale: Factor on the positions.
-
-    Returns:
-        ``[num_rows, 2, dims / 2]`` float32: cosines, then sines.
-    """
-    return ext.rope_rotations(positions, inv_freqs, scale=scale, stream=stream)
-
-
-def rope(
-    x: mx.array,
-    rotations: mx.array,
-    *,
-    traditional: bool = False,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """Rotary position embedding of each row's heads, in float32.
-
-    Runs on the CPU, and with CUDA if `serves_rope` is True. No gradient.
-
-    Args:
-        x: ``[num_rows, num_heads, 1, head_dim]`` float32, float16 or bfloat16, with any strides.
-        rotations: ``[num_rows, 2, dims / 2]`` float32 from `rope_rotations`. Dims from ``dims`` on
-            are copied.
-        traditional: Pair dim 2i with 2i + 1 instead of i with i + dims / 2.
-    """
-    return ext.rope(x, rotations, traditional=traditional, stream=stream)
-
-
-def serves_rope(x: mx.array, rotations: mx.array, *, traditional: bool = False) -> bool:
-    """True if this build runs `rope` on these arrays on a GPU.
-
-    Needs CUDA, a 16-bit dtype, rotation of whole heads whose halves are multiples of 16 bytes, and
-    not `traditional`.
-    """
-    return ext.serves_rope(x, rotations, traditional)
-
-
-def rms_norm(
-    x: mx.array,
-    weight: mx.array | None,
-    eps: float,
-    *,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis, in float32. CPU only, no gradient.
-
-    Args:
-        x: ``[..., size]`` float32, float16 or bfloat16.
-        weight: ``[size]`` in the dtype of `x`; None: ones.
-    """
-    return ext.rms_norm(x, weight, eps, stream=stream)
-
-
-def add_in_product(sum: mx.array) -> bool:
-    """Fuses a residual addition into the matrix product before it.
-
-    If `sum` is an unevaluated ``x + y`` and ``y`` is a matrix product, it becomes one product that
-    adds ``x`` in float32 before rounding, so it rounds once instead of twice. With CUDA the product
-    takes hardly longer, and a kernel that reads and writes all rows is saved.
-
-    Returns:
-        True if `sum` was fused; otherwise it is unchanged.
-    """
-    fused = ext.add_in_product(sum)
-    if fused is None:
-        return False
-    sum[...] = fused  # model code holds this very array
-    return True
-
-
-def select_rows(
-    a: mx.array,
-    rows: mx.array,
-    *,
-    kept: Sequence[mx.array] = (),
-    known: Sequence[tuple[mx.array, mx.array]] = (),
-) -> mx.array:
-    """Returns ``a[rows]`` without computing rows of `a` that nothing else needs.
-
-    `a` has one row per token of a step. The graph is rebuilt for the selected rows only, as far
-    back as rows are independent: elementwise operations, norms, RoPE, linear layers and reshapes.
-    At the first other operation, or at evaluated arrays, it takes the rows. Results may differ from
-    ``a[rows]`` by rounding, because products have other sizes.
-
-    Args:
-        a: ``[num_rows, ...]``.
-        rows: ``[num_selected]`` int32 in [0, num_rows).
-        kept: Arrays that are evaluated along with the result. Their inputs are computed for all
-            rows anyway, so they are not rebuilt.
-        known: Pairs of an array of all rows and its selected rows.
-
-    Raises:
-        ValueError: `rows` is not such an array, or `known` has the wrong shapes or dtypes.
-    """
-    return ext.select_rows(a, rows, kept=list(kept), known=list(known))
-
-
-def silu_mul(
-    gate: mx.array, x: mx.array, *, stream: mx.Stream | mx.Device | None = None
-) -> mx.array:
-    """``gate * sigmoid(gate) * x``, for equal shapes and dtypes.
-
-    Runs on the CPU, and with CUDA if `serves_silu_mul` is True. No gradient.
-    """
-    return ext.silu_mul(gate, x, stream=stream)
-
-
-def serves_silu_mul(gate: mx.array) -> bool:
-    """True if this build runs `silu_mul` on such arrays on a GPU.
-
-    Needs CUDA, a 16-bit dtype and rows of a multiple of 16 bytes.
-    """
-    return ext.serves_silu_mul(gate)
-
-
-def layer_norm(
-    x: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    eps: float,
-    *,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last axis, in float32. CPU
-    only, no gradient.
-
-    Args:
-        x: ``[..., size]`` float32, float16 or bfloat16.
-        weight: ``[size]`` in the dtype of `x`; None: ones.
-        bias: Like `weight`; None: zeros.
-    """
-    return ext.layer_norm(x, weight, bias, eps, stream=stream)
-
-
-def gelu(
-    x: mx.array,
-    approximation: str = "none",
-    *,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """Elementwise GELU in float32. CPU only, no gradient.
-
-    Args:
-        x: float32, float16 or bfloat16.
-        approximation: "none", "tanh" (MLX's "precise") or "fast" (sigmoid-based).
-    """
-    return ext.gelu(x, approximation, stream=stream)
-
-
-def clipped_swiglu(
-    gate: mx.array,
-    x: mx.array,
-    *,
-    alpha: float,
-    limit: float,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """gpt-oss's SwiGLU: ``g * sigmoid(alpha * g) * (clip(x, -limit, limit) + 1)`` with
-    ``g = min(gate, limit)``, for equal shapes and dtypes. CPU only, no gradient."""
-    return ext.clipped_swiglu(gate, x, alpha=alpha, limit=limit, stream=stream)
-
-
 def greedy_tokens(
     logits: mx.array, *, stream: mx.Stream | mx.Device | None = None
 ) -> tuple[mx.array, mx.array, mx.array]:
@@ -557,7 +437,7 @@ def greedy_tokens(
         NaN. ``[num_rows]`` float32, the logit of each: -inf if all are, NaN if the row has one.
         ``[num_rows]`` int32 tokens for the host: -1 if the logit is not finite.
     """
-    if f"greedy_tokens_{_DTYPE_NAMES.get(logits.dtype)}" in kernels.rejected:
+    if f"greedy_tokens_{kernels.DTYPE_NAMES.get(logits.dtype)}" in kernels.rejected:
         return plain_ops.greedy_tokens(logits)
     return ext.greedy_tokens(logits, stream=stream)
 
@@ -614,231 +494,6 @@ def apply_token_bitmask(
     return ext.apply_token_bitmask(logits, bitmask, rows, stream=stream)
 
 
-def linear(
-    x: mx.array,
-    weight: mx.array,
-    bias: mx.array | None = None,
-    *,
-    activations: str = "float32",
-    by_rows: bool | int = False,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """``x @ weight.T + bias``.
-
-    A single operation on the CPU for float32 `x` and a float32, float16 or bfloat16 `weight`, which
-    is read without conversion, and with CUDA for up to 64 rows in 16 bits. Otherwise a composition
-    of MLX operations.
-
-    Args:
-        x: ``[..., k]``.
-        weight: ``[n, k]``.
-        bias: ``[n]``.
-        activations: One of `activations()`. On the CPU, "bfloat16" rounds `x` to bfloat16 if the
-            weight is bfloat16 and there are more than 64 rows, where it pays off.
-        by_rows: On the CPU, sum each row in the same order for any number of rows, although a BLAS
-            multiplies more than 64 rows faster. A number means only that many leading rows. No
-            effect with `activations` "bfloat16".
-
-    Returns:
-        ``[..., n]``.
-    """
-    return ext.linear(
-        x, weight, bias, activations=activations, by_rows=_num_rows(by_rows), stream=stream
-    )
-
-
-def quantized_linear(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    biases: mx.array | None = None,
-    bias: mx.array | None = None,
-    *,
-    group_size: int,
-    bits: int,
-    mode: str = "affine",
-    activations: str = "float32",
-    by_rows: bool | int = False,
-    for_program: bool = False,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """``x @ w.T + bias`` for a matrix ``w`` that `mx.quantize` turned into ``weight``, `scales` and
-    `biases`.
-
-    A single operation on the CPU, which reads the weight without conversion and computes in float32
-    for all dtypes. Also a single operation with CUDA, for up to 64 rows in 16 bits with scales of
-    the same dtype, in every format except "nvfp4"; and with Metal, for up to 16 rows in every
-    format, where calibration allows it. Otherwise, and if the weight is not evaluated,
-    ``mx.quantized_matmul``.
-
-    On the CPU, `activations` "int8" first rounds each group of 32 numbers of `x` to integers in
-    ``[-127, 127]`` with a float32 scale, and multiplies integers. A group with a NaN or an infinity
-    makes the row NaN. This applies to affine weights with 4 or 8 bits in groups of 32, 64 or 128;
-    others are multiplied as with "float32".
-
-    With "float32", processors with AVX-512 VNNI also use integers for 4-bit affine weights: 22-bit
-    integers times a power of two, with errors like those of float32 sums.
-
-    Args:
-        x: ``[..., k]``.
-        weight: ``[n, k * bits / 32]`` uint32.
-        scales: ``[n, k / group_size]``.
-        biases: Like `scales`, for the mode "affine" only.
-        bias: ``[n]``, added to the product.
-        activations: One of `activations()`; "bfloat16" means "float32" here.
-        by_rows: As in `linear`.
-        for_program: True if the result becomes part of a `GpuExecutable` and is never evaluated by
-            itself.
-
-    Returns:
-        ``[..., n]`` in the dtype of ``mx.quantized_matmul``.
-    """
-    return ext.quantized_linear(
-        x, weight, scales, biases, bias, group_size=group_size, bits=bits, mode=mode,
-        activations=activations, by_rows=_num_rows(by_rows), for_program=for_program,
-        stream=stream,
-    )  # fmt: skip
-
-
-def _num_rows(by_rows: bool | int) -> int:
-    return _ALL_ROWS if by_rows is True else int(by_rows)
-
-
-def activations() -> list[str]:
-    """Returns the activation formats of products on this CPU.
-
-    "float32" does not round; see `quantized_linear` for "int8"; see `linear` for "bfloat16", which
-    needs AVX-512 BF16.
-    """
-    return ext.activations()
-
-
-def lookup(
-    ids: mx.array,
-    weight: mx.array,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    *,
-    group_size: int = 0,
-    bits: int = 0,
-    mode: str = "affine",
-    for_program: bool = False,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """Looks up rows of an embedding weight as float32. CPU only, no gradient.
-
-    Args:
-        ids: int32 or uint32 of any shape. Negative ids count from the end; an id out of range gives
-            a row of NaN.
-        weight: ``[n, k]`` float32, float16 or bfloat16; with `scales`, the output of `mx.quantize`.
-        scales: ``[n, k / group_size]``.
-        biases: Like `scales`, for the mode "affine" only.
-        for_program: True if the result becomes part of a `GpuExecutable`: in the dtype of
-            ``mx.dequantize``, and never evaluated by itself.
-
-    Returns:
-        ``[*ids.shape, k]`` float32.
-    """
-    return ext.lookup(
-        ids, weight, scales, biases, group_size=group_size, bits=bits, mode=mode,
-        for_program=for_program, stream=stream,
-    )  # fmt: skip
-
-
-def expert_linear(
-    x: mx.array,
-    indices: mx.array,
-    weight: mx.array,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    bias: mx.array | None = None,
-    global_scale: mx.array | None = None,
-    *,
-    group_size: int = 0,
-    bits: int = 0,
-    mode: str = "affine",
-    for_program: bool = False,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """Multiplies each row by the transpose of its expert's matrix. CPU only, no gradient.
-
-    Equivalent to ``mx.gather_mm`` or ``mx.gather_qmm`` plus a bias. Rows of one expert are
-    multiplied together for any order of `indices`, and weights are read without conversion. The
-    result of a row does not depend on other rows.
-
-    Args:
-        x: ``[..., 1, k]`` float32.
-        indices: int32 or uint32 expert indices, broadcast with the leading axes of `x`. An index
-            out of range gives a row of NaN.
-        weight: ``[num_experts, n, k]`` float32, float16 or bfloat16; with `scales`, the output of
-            `mx.quantize`.
-        scales: ``[num_experts, n, k / group_size]``.
-        biases: Like `scales`, for the mode "affine" only.
-        bias: ``[num_experts, n]``, added to the products.
-        global_scale: ``[num_experts]``, for the mode "nvfp4" only, as in `mx.quantize`.
-        for_program: True if the result is only part of a graph for a `GpuExecutable` and is not
-            evaluated itself. `x` may then be float16 or bfloat16, and the stream may be a GPU's.
-
-    Returns:
-        ``[..., 1, n]`` in the dtype of `x`.
-    """
-    return ext.expert_linear(
-        x,
-        indices,
-        weight,
-        scales,
-        biases,
-        bias,
-        global_scale,
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-        for_program=for_program,
-        stream=stream,
-    )
-
-
-def lora(
-    base: mx.array,
-    x: mx.array,
-    adapters: mx.array,
-    a: mx.array,
-    b: mx.array,
-    *,
-    stream: mx.Stream | mx.Device | None = None,
-) -> mx.array:
-    """Adds the low-rank adapter of each row: ``base + (x @ a[adapter].T) @ b[adapter]``.
-
-    The sums of a row do not depend on the other rows.
-
-    Args:
-        base: ``[num_rows, ..., n]``, one vector per row: float32 on the CPU, else the dtype of `a`.
-        x: ``[num_rows, ..., k]`` like `base`, one vector per row. On a GPU `k` is a multiple of 16
-            bytes.
-        adapters: ``[num_rows]`` int32. A row whose adapter is out of range keeps its base.
-        a: ``[num_adapters, rank, k]`` float32, float16 or bfloat16. Pad adapters of a smaller rank
-            with zeros.
-        b: ``[num_adapters, rank, n]`` like `a`, multiplied with the adapter's scale.
-
-    Returns:
-        Like `base`.
-
-    Raises:
-        ValueError: An argument has the wrong shape or dtype.
-    """
-    name = _DTYPE_NAMES.get(a.dtype)
-    if not kernels.rejected.isdisjoint((f"lora_down_{name}", f"lora_up_{name}")):
-        return plain_ops.lora(base, x, adapters, a, b)
-    return ext.lora(base, x, adapters, a, b, stream=stream)
-
-
-def has_product(mode: str, bits: int, group_size: int) -> bool:
-    """True if the CPU multiplies this ``mx.quantize`` format natively."""
-    if mode == "affine":
-        return bits in (2, 3, 4, 5, 6, 8) and group_size in (32, 64, 128)
-    return (mode, bits, group_size) in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
-
-
 def pool_copies() -> int:
     """Number of whole-pool copies since the process started; 0 if pools are used correctly."""
     return ext.pool_copies()
@@ -847,7 +502,7 @@ def pool_copies() -> int:
 def _has_attention_kernels(queries: mx.array, key_pool: mx.array, value_pool: mx.array) -> bool:
     """False if calibration left no kernel for decodes, drafts or prompts of such a layer."""
     group, key_dim = queries.shape[1] // key_pool.shape[2], queries.shape[2]
-    is_plain = value_pool.dtype in _DTYPE_NAMES
+    is_plain = value_pool.dtype in kernels.DTYPE_NAMES
     value_dim = value_pool.shape[3] if is_plain else key_dim
     rows = (1, 4, 16)
     return all(ext.attention_kernel(queries.dtype, group, key_dim, value_dim, n) for n in rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -58,12 +58,3 @@ def array_contents(array: mx.array) -> ArrayContents:
     detected.
     """
     return ext.ArrayContents(array)
-
-
-def token_bytes(ids: list[Any], vocab_size: int) -> bytes | None:
-    """Packs token ids as 4 bytes each, in native byte order.
-
-    Returns:
-        None if any id is not a plain integer in [0, vocab_size).
-    """
-    return ext.token_bytes(ids, vocab_size)

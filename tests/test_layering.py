@@ -47,7 +47,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plain_ops": (),
     "kernels": ("extension",),
     "executables": ("extension",),
-    "ops": ("extension", "kernels", "plain_ops"),
+    "layer_ops": ("extension", "kernels", "plain_ops"),
+    "ops": ("extension", "kernels", "layer_ops", "plain_ops"),
     "runtime": ("extension",),
     "platform": ("ops", "executables", "extension"),
     "model": (

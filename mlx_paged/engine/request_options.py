@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged import runtime
 from mlx_paged.content import MediaSource
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.checks import is_text
@@ -21,6 +20,7 @@ from mlx_paged.engine.media import TextWithMedia, data_sources
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError
+from mlx_paged.extension import ext
 
 _PROMPT = "a text, or token ids as a list or an array of integers"
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "multi_modal_data")
@@ -36,14 +36,15 @@ def token_ids_of(field: str, given: Any, vocab_size: int) -> tuple[list[int], ar
         InvalidParameterError: Anything but integers in [0, vocab_size).
     """
     ids = _as_list(field, given)
-    packed = runtime.token_bytes(ids, vocab_size)  # One pass in C++, if all ids are valid.
+    # 4 bytes each, in one pass; None unless all are plain integers in range.
+    packed = ext.token_bytes(ids, vocab_size)
     if packed is None:
         wrong = [i for i in ids if not isinstance(i, Integral) or isinstance(i, bool)]
         ids = ids if wrong else [int(i) for i in ids]
         wrong = wrong or [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
             raise InvalidParameterError(field, f"integers in [0, {vocab_size})", wrong[0])
-        packed = runtime.token_bytes(ids, vocab_size)
+        packed = ext.token_bytes(ids, vocab_size)
         assert packed is not None
     tokens = array(TOKEN_TYPE)
     tokens.frombytes(packed)

@@ -15,7 +15,7 @@ import pytest
 from sim import METAL, SimLibrary, launcher, missing
 from sim.checks import library as compiled_library
 
-from mlx_paged import executables, kernels, ops
+from mlx_paged import executables, kernels, layer_ops, ops
 
 try:
     from mlx_paged import _sim as sim_ext
@@ -42,7 +42,7 @@ def metal_library() -> SimLibrary:
 def simulated_extension() -> Iterator[None]:
     """Within this context, `mlx_paged._sim` takes the place of the native extension."""
     with ExitStack() as stack:
-        for module in (ops, kernels, executables):
+        for module in (ops, layer_ops, kernels, executables):
             stack.enter_context(mock.patch.object(module, "ext", sim_ext))
         stack.enter_context(mock.patch.dict(os.environ, MLX_PAGED_SIM="1"))
         yield
