@@ -28,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +44,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_tokenizer
 
+from mlx_paged.checksum import crc32
 from mlx_paged.core import PrefixQuery
 from mlx_paged.demo import model_path
 from mlx_paged.demo.real_model import real_model_path
@@ -500,7 +500,7 @@ def _sums_of(llm: LLM, prompt: list[int], every: int = 16) -> list[int]:
         out = np.empty(offloading._blocks.num_bytes[0], np.uint8)
         offloading._blocks.read(0, each.entries[0], out)
         offloading._blocks.collect()
-        sums.append(zlib.crc32(out))
+        sums.append(crc32(out))
     return sums
 
 
@@ -525,7 +525,7 @@ def reads(num_bytes: int = 1 << 30, block_bytes: int = 32 * 46080) -> list[dict[
             data = buffers[index % 16].data
             os.preadv(fd, [data], index * block_bytes)
             if checks:
-                zlib.crc32(data)
+                crc32(data)
 
         with mmap.mmap(fd, count * block_bytes, prot=mmap.PROT_READ) as mapped:
 
@@ -534,7 +534,7 @@ def reads(num_bytes: int = 1 << 30, block_bytes: int = 32 * 46080) -> list[dict[
                 view = np.frombuffer(mapped, np.uint8, block_bytes, begin)
                 buffers[index % 16][:] = view
                 if checks:
-                    zlib.crc32(buffers[index % 16].data)
+                    crc32(buffers[index % 16].data)
 
             for checks in (False, True):
                 for cached in (False, True):

@@ -8,6 +8,7 @@
 #include "cpu/amx.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
+#include "crc32.h"
 #include "cuda/products.h"
 #include "cuda/variants.h"
 #include "gpu.h"
@@ -176,6 +177,15 @@ void bind_extension(nb::module_& m) {
         return nb::bytes(found.data(), found.size() * sizeof(uint32_t));
       },
       "ids"_a, "vocab_size"_a);
+
+  m.def(
+      "crc32",
+      [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& data)
+          -> std::optional<uint32_t> {
+        nb::gil_scoped_release release;
+        return has_fast_crc32() ? std::optional(crc32(data.data(), data.size())) : std::nullopt;
+      },
+      "data"_a, "CRC-32 of bytes; None if zlib is as fast on this processor.");
 
   m.def("to_host", &to_host, "array"_a, nb::kw_only(), "stream"_a = nb::none());
 

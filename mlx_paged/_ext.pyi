@@ -141,6 +141,9 @@ def plan_attention(tables: Annotated[NDArray[numpy.int32], dict(shape=(None, Non
 
 def token_bytes(ids: list, vocab_size: int) -> bytes | None: ...
 
+def crc32(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int | None:
+    """CRC-32 of bytes; None if zlib is as fast on this processor."""
+
 def to_host(array: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array: ...
 
 def wait_actively(array: mlx.core.array, seconds: float) -> bool: ...

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mlx_paged.checksum import crc32
+
 MAGIC = b"mlxpkv1\n"
 SUFFIX = ".kv"
 PAGE = 4096
@@ -103,7 +105,7 @@ def layout(model: bytes, about: Mapping[str, Any], blocks: Sequence[Block]) -> t
     records = []
     for block in blocks:
         data = block.data
-        records.append(Record(block.digest, block.group, data.nbytes, zlib.crc32(data), offset))
+        records.append(Record(block.digest, block.group, data.nbytes, crc32(data), offset))
         offset += data.nbytes
     header = _MODEL.pack(model, len(text)) + text + b"".join(record.pack() for record in records)
     begin = _PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header)) + header
@@ -161,4 +163,4 @@ def read_block(fd: int, record: Record, out: memoryview) -> bool:
         if count <= 0:
             return False
         done += count
-    return zlib.crc32(out) == record.crc
+    return crc32(out) == record.crc

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -12,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.checksum import crc32
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.paged_model import PagedModel
@@ -91,7 +91,7 @@ def _package_version() -> str:
 
 def _crc(weight: mx.array) -> int:
     """The CRC-32 of a weight in the host's memory."""
-    return zlib.crc32(host_bytes(weight).data) if weight.nbytes else 0
+    return crc32(host_bytes(weight).data) if weight.nbytes else 0
 
 
 def _sums(weight: mx.array) -> list[int]:
