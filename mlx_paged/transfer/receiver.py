@@ -5,18 +5,19 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from mlx_paged.checksum import crc32
 from mlx_paged.transfer.wire import BEAT, TO_GREET, Connection, Kind, PrefillRequest, WireError
 
 #: Prompts whose blocks arrive at once. Others wait for their turn.
 MAX_TRANSFERS = 16
-#: Bytes of a prompt's blocks that have arrived and are not used yet; one block may exceed them.
-MAX_WAITING_BYTES = 16 << 20
+#: Bytes of blocks that have arrived and are not used yet. Prompts have equal shares; one block may
+#: exceed that.
+MAX_WAITING_BYTES = 256 << 20
 # Seconds of silence after which the other engine is taken for dead.
 _SILENCE = 10 * BEAT
 # Seconds in which at least one block must come, or a prompt's turn.
@@ -75,6 +76,7 @@ class Incoming:
         self._waiting: deque[Arrived] = deque()
         self._changed = threading.Condition()
         self._connection: Connection | None = None
+        self._share: Callable[[], int] = lambda: MAX_WAITING_BYTES
 
     def take(self, group: int, block: int) -> memoryview | None:
         """Takes a block; gives up those before it, which no one needs. None if it is not there.
@@ -110,12 +112,16 @@ class Incoming:
 
     # On the thread of the transfer.
 
-    def run(self, address: Address, secret: bytes, began: float) -> str | None:
+    def run(
+        self, address: Address, secret: bytes, began: float, share: Callable[[], int]
+    ) -> str | None:
         """Receives all blocks; returns why that failed.
 
         Args:
             began: Time at which it was asked for.
+            share: Returns the maximum of `num_waiting_bytes`, which one block may exceed.
         """
+        self._share = share
         failure = None
         try:
             if self._is_cancelled:
@@ -172,7 +178,7 @@ class Incoming:
             self.num_waiting_bytes += length
         data = self._take_buffer(length)
         connection.read_into(data, time.monotonic() + _PROGRESS)
-        if zlib.crc32(data) != crc:
+        if crc32(data) != crc:
             raise WireError("a block is damaged")
         with self._changed:
             if self._is_cancelled:
@@ -183,7 +189,7 @@ class Incoming:
         self._on_change()
 
     def _has_room(self, size: int) -> bool:
-        return not self._waiting or self.num_waiting_bytes + size <= MAX_WAITING_BYTES
+        return not self._waiting or self.num_waiting_bytes + size <= self._share()
 
 
 class Receiver:
@@ -200,6 +206,7 @@ class Receiver:
         self._paused_until = float("-inf")
         self._queue: SimpleQueue[tuple[Incoming, float] | None] = SimpleQueue()
         self._num_threads = 0
+        self._running: set[Incoming] = set()
 
     @property
     def is_paused(self) -> bool:
@@ -217,9 +224,15 @@ class Receiver:
     def _run(self) -> None:
         while (entry := self._queue.get()) is not None:
             incoming, began = entry
-            failure = incoming.run(self._address, self._secret, began)
+            self._running.add(incoming)
+            failure = incoming.run(self._address, self._secret, began, self._share)
+            self._running.discard(incoming)
             if failure is not None and not incoming.num_blocks:
                 self._paused_until = time.monotonic() + _PAUSE
+
+    def _share(self) -> int:
+        """Bytes of one prompt that may wait."""
+        return MAX_WAITING_BYTES // len(self._running)
 
     def close(self) -> None:
         """Ends the threads once they have nothing to do. Cancel the transfers first."""

@@ -7,11 +7,11 @@ import logging
 import socket
 import threading
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from mlx_paged.checksum import crc32
 from mlx_paged.offload.segments import Block, Record
 from mlx_paged.transfer.wire import BEAT, Connection, PrefillRequest, WireError
 
@@ -19,11 +19,17 @@ logger = logging.getLogger(__name__)
 
 #: Connections at once; each has one prompt. Further ones are closed.
 MAX_CONNECTIONS = 64
-#: Bytes of a prompt's blocks that may wait to be sent; one block may exceed them.
-MAX_WAITING_BYTES = 8 << 20
+#: Bytes of blocks that may wait to be sent, see `share_of`. An engine copies blocks only between
+#: steps, and one step of a GPU fills hundreds of megabytes.
+MAX_WAITING_BYTES = 512 << 20
 # Seconds after which a decode engine that takes nothing is given up. It takes nothing while all its
 # blocks are in use.
 _STALLED = 60.0
+
+
+def share_of(num_prompts: int) -> int:
+    """Bytes of one of `num_prompts` prompts that may wait to be sent; one block may exceed them."""
+    return MAX_WAITING_BYTES // num_prompts
 
 
 class Outgoing:
@@ -46,11 +52,6 @@ class Outgoing:
         self._is_over = False
         self._failure: str | None = None
         self._changed = threading.Condition()
-
-    @property
-    def room(self) -> int:
-        """Bytes that may be added now."""
-        return MAX_WAITING_BYTES - self.num_waiting_bytes
 
     def add(self, block: Block) -> None:
         """Adds a block; its data must not change until it is released."""
@@ -90,7 +91,7 @@ class Outgoing:
                 connection.send_wait(_STALLED)
                 continue
             data, size = block.data, block.data.nbytes
-            record = Record(block.digest, block.group, size, zlib.crc32(data), offset)
+            record = Record(block.digest, block.group, size, crc32(data), offset)
             offset += size
             try:
                 connection.send_record(record, data, _STALLED)

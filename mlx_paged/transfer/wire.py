@@ -166,8 +166,7 @@ class Connection:
 
     def send_record(self, record: Record, data: memoryview, timeout: float) -> None:
         """Sends a block. `timeout` is for each wait until the other end takes some of it."""
-        self.send(_HEAD.pack(Kind.RECORD) + record.pack(), timeout)
-        self.send(data, timeout)
+        self._send([memoryview(_HEAD.pack(Kind.RECORD) + record.pack()), data.cast("B")], timeout)
 
     def send_end(self, failure: str | None, timeout: float) -> None:
         """Sends the end: all records were sent, or why they were not."""
@@ -206,16 +205,23 @@ class Connection:
 
     # Bytes.
 
-    def send(self, data: bytes | memoryview, timeout: float) -> None:
+    def send(self, data: bytes, timeout: float) -> None:
         """Sends bytes.
 
         Raises:
             OSError: The other end is gone, or took none of them for `timeout` seconds.
         """
+        self._send([memoryview(data)], timeout)
+
+    def _send(self, parts: list[memoryview], timeout: float) -> None:
+        """Sends parts together, so that a head wakes the other end only once its bytes come."""
         self._socket.settimeout(timeout)
-        rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        while rest:
-            rest = rest[self._socket.send(rest) :]
+        while parts:
+            count = self._socket.sendmsg(parts)
+            while parts and count >= parts[0].nbytes:
+                count -= parts.pop(0).nbytes
+            if count:
+                parts[0] = parts[0][count:]
 
     def read(self, count: int, deadline: float) -> bytes:
         """Reads exactly `count` bytes."""

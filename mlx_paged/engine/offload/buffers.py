@@ -10,6 +10,8 @@ from mlx_paged.model.block_bytes import Bytes
 
 #: Bytes that are kept for the next blocks.
 MAX_SPARE_BYTES = 64 << 20
+#: The same for an engine that sends or receives blocks, which come by the gigabyte.
+ROLE_SPARE_BYTES = 256 << 20
 
 
 class Buffers:
@@ -17,9 +19,13 @@ class Buffers:
 
     The system maps fresh memory page by page when it is first written, which takes several times as
     long as the copy itself.
+
+    Args:
+        max_spare_bytes: Bytes that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_spare_bytes: int = MAX_SPARE_BYTES) -> None:
+        self._max_spare_bytes = max_spare_bytes
         self._lock = threading.Lock()
         self._spare: dict[int, list[Bytes]] = {}
         self._num_bytes = 0
@@ -36,6 +42,6 @@ class Buffers:
     def give(self, buffer: Bytes) -> None:
         """Takes a buffer that nothing uses any more."""
         with self._lock:
-            if self._num_bytes + buffer.size <= MAX_SPARE_BYTES:
+            if self._num_bytes + buffer.size <= self._max_spare_bytes:
                 self._num_bytes += buffer.size
                 self._spare.setdefault(buffer.size, []).append(buffer)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from weakref import finalize
 
 from mlx_paged.core import KVManager, MemoryTier, PrefixNode, Request, RestoreRates, StepBatch
-from mlx_paged.engine.offload.buffers import Buffers
+from mlx_paged.engine.offload.buffers import MAX_SPARE_BYTES, ROLE_SPARE_BYTES, Buffers
 from mlx_paged.engine.offload.disk_level import DiskLevel
 from mlx_paged.engine.offload.host_memory import HostMemory
 from mlx_paged.engine.offload.levels import Levels, level_of
@@ -41,6 +41,8 @@ _IDLE_BYTES, _IDLE_SECONDS = 512 << 20, 0.25
 # took, if that is more: a long prompt fills many blocks in one step.
 _COPY_STEP_BYTES = 8 << 20
 _COPY_BYTES_PER_SECOND = 512 << 20
+# The same for other engines, which wait for them: as much as `StagedBlockBytes` reads at once.
+_SEND_STEP_BYTES = 240 << 20
 # The same by an engine without work.
 _COPY_IDLE_BYTES = 64 << 20
 # Bytes that one step may copy of blocks that it evicts, while other sequences run.
@@ -117,7 +119,8 @@ class Offloading:
         self._identity = identity
         self._past = OffloadStats()
         self.rates = RestoreRates(blocks.num_bytes, block_size, level_of)
-        self._buffers = Buffers()
+        has_role = receiver is not None or server is not None
+        self._buffers = Buffers(ROLE_SPARE_BYTES if has_role else MAX_SPARE_BYTES)
         self._restorer = Restorer(blocks, store, self._buffers, self.rates)
         self._memory = HostMemory(blocks, capacity)
         self._levels: Levels | None = None
@@ -232,7 +235,7 @@ class Offloading:
         if self._remote is not None:
             self._remote.tidy()
         if self.prefilling is not None:
-            most_copied -= self.prefilling.advance(most_copied)
+            most_copied -= self.prefilling.advance(_SEND_STEP_BYTES)
         if kv.restorations:
             if is_idle:
                 most, seconds = _IDLE_BYTES, _IDLE_SECONDS

@@ -29,7 +29,7 @@ from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.offload.segments import Block
-from mlx_paged.transfer.server import Outgoing, PrefillServer
+from mlx_paged.transfer.server import Outgoing, PrefillServer, share_of
 from mlx_paged.transfer.wire import PrefillRequest
 
 if TYPE_CHECKING:  # It imports the statistics of offloading, and with them this.
@@ -73,8 +73,9 @@ class _Job:
         return self.sequence.request.request_id
 
     @property
-    def room(self) -> int:
-        return self.outgoing.room - self.num_copying_bytes
+    def num_held_bytes(self) -> int:
+        """Bytes of its blocks that are off the device, or on their way there."""
+        return self.outgoing.num_waiting_bytes + self.num_copying_bytes
 
 
 class Prefilling:
@@ -230,8 +231,8 @@ class Prefilling:
 
     def _can_copy(self, job: _Job) -> bool:
         _, group = job.pending[0]
-        is_empty = not job.num_copying and not job.outgoing.num_waiting_bytes
-        return is_empty or self._block_bytes[group] <= job.room
+        held = job.num_held_bytes
+        return not held or held + self._block_bytes[group] <= share_of(len(self._jobs))
 
     def _copy(self, job: _Job) -> int:
         node, group = job.pending.popleft()
