@@ -262,11 +262,20 @@ def test_a_broken_rule_is_found(tmp_path, where, line) -> None:
     assert len(broken_rules(path, tmp_path)) == 1
 
 
-def test_the_state_half_runs_without_mlx() -> None:
-    code = (
-        "import sys, mlx_paged.core\n"
-        "print(*sorted({'mlx.core', 'mlx_lm', 'numpy', 'mlx_paged._ext'} & set(sys.modules)))"
-    )
+ROUTER = "mlx_paged.cli.serve.run_several, mlx_paged.server.router.service, mlx_paged.server.run"
+
+
+@pytest.mark.parametrize(
+    ("part", "others"),
+    [
+        ("mlx_paged.core", {"mlx.core", "mlx_lm", "numpy", "mlx_paged._ext"}),
+        # They take 200 MB where torch is installed, which transformers imports, and 2 s.
+        (ROUTER, {"mlx_lm", "transformers", "mlx_paged.model.paged_model"}),
+    ],
+    ids=["state", "router"],
+)
+def test_a_part_runs_without_others(part: str, others: set[str]) -> None:
+    code = f"import sys, {part}\nprint(*sorted({others} & set(sys.modules)))"
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

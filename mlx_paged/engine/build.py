@@ -53,8 +53,9 @@ from mlx_paged.engine.step_columns import StepColumns
 from mlx_paged.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from mlx_paged.model import option_costs
 from mlx_paged.model.block_bytes import NoAccessError, SharedBlockBytes
+from mlx_paged.model.directory import model_directory
 from mlx_paged.model.draft_heads.mtp import has_mtp
-from mlx_paged.model.loader import LoadedModel, model_directory
+from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels

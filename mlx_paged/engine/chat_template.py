@@ -1,6 +1,7 @@
 """Renders conversations with a model's chat template and the caller's variables.
 
-mlx-lm's wrapper adds `enable_thinking` to every call, which overrides the template's default.
+mlx-lm's wrapper adds `enable_thinking` to every call, which overrides the template's default. A
+router imports this module, but neither mlx-lm nor transformers.
 """
 
 from __future__ import annotations
@@ -8,10 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -38,6 +35,8 @@ def render_chat(
     Raises:
         Exception: The template refuses the messages or fails. It may raise any error.
     """
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
     inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
     options: dict[str, Any] = {
         "add_generation_prompt": add_generation_prompt,
@@ -56,6 +55,8 @@ def render_chat(
         if tools is not None:
             options["tools"] = tools
         return str(inner.apply_chat_template(list(messages), tokenize=False, **options))
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     # `apply_chat_template` drops keys whose value is None, but some templates test for them:
     # DeepSeek's write a message's calls only if its content is none.
     source = inner.get_chat_template(chat_template, tools)
@@ -82,6 +83,8 @@ def _called(
 
 def is_program(tokenizer: Any) -> bool:
     """True if a function renders a tokenizer's chats, in place of a Jinja template."""
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
     inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
     has_own = getattr(tokenizer, "_chat_template", None) is not None
     return has_own or not _renders_as_transformers(inner)
@@ -89,5 +92,7 @@ def is_program(tokenizer: Any) -> bool:
 
 def _renders_as_transformers(inner: Any) -> bool:
     """True if a tokenizer relies on a template to render chats."""
+    from transformers import PreTrainedTokenizerBase
+
     function = getattr(inner.apply_chat_template, "__func__", None)
     return function is PreTrainedTokenizerBase.apply_chat_template

@@ -2,19 +2,16 @@
 
 A step needs the text of an answer only to look for stop strings. Decoding a token takes mlx-lm's
 detokenizers a microsecond or more, so for answers without stop strings the reader does it
-(`DeferredText`): the engine's thread keeps token ids, and the text is decoded on the reader's
-thread.
+(`outputs.DeferredText`): the engine's thread keeps token ids, and the text is decoded on the
+reader's thread.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-import threading
-from array import array
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import Any
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -23,9 +20,6 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
     _byte_decoder,
 )
-
-from mlx_paged.engine.faults import reason_of
-from mlx_paged.errors import StepError
 
 
 class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
@@ -108,13 +102,6 @@ class TokenBytes:
         if "\ufffd" in text and piece is not None and all(c in _byte_decoder() for c in piece):
             return _spelled_bytes(piece)
         return text.encode()
-
-
-def special_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Returns the tokenizer's special tokens, which `skip_special_tokens` omits."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
-    return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
 
 
 class IncrementalDetokenizer:
@@ -225,87 +212,3 @@ class IncrementalDetokenizer:
     def _emit(self, text: str) -> str:
         self.text += text
         return text
-
-
-class DeferredText:
-    """Decodes an answer's tokens one by one and in order, as far as a reader has asked.
-
-    Each token's text equals that of `IncrementalDetokenizer` in the step that sampled it, no matter
-    when it is read and by how many threads.
-
-    Args:
-        request_id: The request's id, for errors.
-        stream: A detokenizer without stop strings. This object owns it from now on.
-        tokens: Prompt and answer; the engine's thread appends to it.
-        start: Index of the first token of the answer.
-    """
-
-    def __init__(
-        self, request_id: str, stream: IncrementalDetokenizer, tokens: Sequence[int], start: int
-    ) -> None:
-        self._request_id = request_id
-        self._stream = stream
-        self._tokens = tokens
-        self._start = start
-        self._num_text_tokens: int | None = None  # once the answer has ended
-        self._ends = array("Q", [0])  # length of the text after that many tokens
-        self._is_flushed = False
-        self._is_decoding = False
-        self._lock: Any = threading.RLock()  # Reentrant only so that it knows its owner.
-
-    @property
-    def is_read_here(self) -> bool:
-        """True if this thread is reading it, so a finalizer on this thread must not."""
-        return bool(self._lock._is_owned())
-
-    def end(self, num_text_tokens: int) -> None:
-        """Marks the answer as ended. Later tokens, such as an end token, are not text."""
-        self._num_text_tokens = num_text_tokens
-
-    def between(self, begin: int, end: int | None) -> str:
-        """Returns text that became certain after `begin` tokens, up to `end` (None: by the answer's
-        end).
-
-        Raises:
-            StepError: the tokenizer cannot decode a token.
-        """
-        with self._lock:
-            self._decode(end)
-            first = self._ends[begin]
-            return self._stream.text[first : None if end is None else self._ends[end]]
-
-    def whole(self) -> str:
-        """Returns all text so far, including text held back if the answer has ended.
-
-        Raises:
-            StepError: The tokenizer cannot decode a token.
-        """
-        with self._lock:
-            self._decode(None)
-            return self._stream.text
-
-    @property
-    def decoded(self) -> str:
-        """The text decoded so far."""
-        return self._stream.text
-
-    def _decode(self, num_tokens: int | None) -> None:
-        """Catches up with the first `num_tokens` tokens; None: with all, and the end."""
-        stop = self._num_text_tokens if num_tokens is None else num_tokens
-        if stop is None:
-            stop = len(self._tokens) - self._start
-        if self._is_decoding:  # an exception (Ctrl-C) came in between
-            self._stream.start_over()
-            self._ends, self._is_flushed = array("Q", [0]), False
-        self._is_decoding = True
-        try:
-            for i in range(self._start + len(self._ends) - 1, self._start + stop):
-                self._stream.add(self._tokens[i])
-                self._ends.append(len(self._stream.text))
-            if num_tokens is None and self._num_text_tokens is not None and not self._is_flushed:
-                self._stream.finish()
-                self._is_flushed = True
-        except Exception as error:
-            self._is_decoding = False
-            raise StepError(self._request_id, reason_of(error)) from error
-        self._is_decoding = False

@@ -22,7 +22,7 @@ from mlx_paged.core import Request
 from mlx_paged.engine import request_options
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer, special_token_ids
+from mlx_paged.engine.detokenizer import IncrementalDetokenizer
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.lora.files import Adapter
@@ -36,7 +36,7 @@ from mlx_paged.engine.media import (
     check_prepared,
 )
 from mlx_paged.engine.output_processor import AnswerState, RequestState, UpdateSink
-from mlx_paged.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from mlx_paged.engine.outputs import CompletionOutput, DeferredText, RequestMetrics, RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams, check_dimensions_fit
 from mlx_paged.engine.pooling.runner import Classifier, PooledPrompt
 from mlx_paged.engine.request_options import media_prompt_of
@@ -44,6 +44,7 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, RequestTooLargeError
+from mlx_paged.parsing.lexer import special_token_ids
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
 

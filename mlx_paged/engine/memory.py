@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -17,12 +18,13 @@ from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
-from mlx_paged.engine.pool_memory import Companion
-from mlx_paged.engine.runner import ModelRunner
-from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.errors import InvalidParameterError, OutOfMemoryError
 from mlx_paged.platform import Platform, is_cpu_default, is_out_of_memory
+
+if TYPE_CHECKING:  # A router needs the rest, but no model.
+    from mlx_paged.engine.pool_memory import Companion
+    from mlx_paged.engine.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +270,8 @@ def largest_step(
     config: EngineConfig, num_windows: int = 0, *, has_states: bool = False
 ) -> StepBatch:
     """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
+    from mlx_paged.engine.sampling.sampler import SamplingMetadata
+
     num_seqs = config.max_num_seqs
     num_tokens = max(config.step_tokens, num_seqs)
     bounds = [num_tokens * i // num_seqs for i in range(num_seqs + 1)]

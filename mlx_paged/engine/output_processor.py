@@ -20,9 +20,14 @@ from mlx_paged.core import (
 )
 from mlx_paged.core.media import RejectedItem
 from mlx_paged.core.request import StopChecker
-from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
+from mlx_paged.engine.detokenizer import IncrementalDetokenizer
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, is_interrupt, reason_of
-from mlx_paged.engine.outputs import CompletionOutput, RequestOutput, SequenceUpdate
+from mlx_paged.engine.outputs import (
+    CompletionOutput,
+    DeferredText,
+    RequestOutput,
+    SequenceUpdate,
+)
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.sampling.logprobs import LogprobReport, PositionLogprobs
 from mlx_paged.engine.sampling.sequence_sampler import SequenceSampler

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 
 from mlx_paged.core import EncoderCacheStats, KVCounters, KVUsage, MissReason
 from mlx_paged.engine.memory import MemoryUsage
-from mlx_paged.engine.offload.offloading import OffloadStats
+from mlx_paged.engine.offload.stats import OffloadStats
 from mlx_paged.engine.pressure import PressureStats
-from mlx_paged.model.graph_runner import Compilation
+from mlx_paged.model.compilation import Compilation
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from mlx_paged.errors import ModelLoadError
@@ -38,6 +39,27 @@ def check_path(name: str) -> None:
         raise ModelLoadError(
             name, "it is a file, but none in GGUF; give the directory that holds config.json"
         )
+
+
+def embedded_model() -> Path:
+    """Returns the directory of the model that this package has."""
+    from mlx_paged.demo import model_path
+
+    return model_path()
+
+
+def model_directory(name: str) -> Path | None:
+    """Returns the directory of a loaded model's files; None if it has none on this machine."""
+    if Path(name).is_file():  # GGUF
+        return None
+    try:
+        if Path(name).exists():
+            return Path(name)
+        if name.count("/") != 1:
+            return None
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns="config.json"))
+    except (OSError, ValueError):  # not downloaded; no hub id
+        return None
 
 
 def config_of(name: str, path: Path) -> Mapping[str, Any]:

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ import mlx.core as mx
 from mlx_paged import executables, ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
+from mlx_paged.model.compilation import Compilation
 from mlx_paged.model.media import MediaRows
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
@@ -113,20 +114,6 @@ class Refusals:
     executables: str | None = None
     many_rows: str | None = None
     prompts: str | None = None
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """How the steps of a model are compiled.
-
-    Attributes:
-        refused: The reason why they are not executables; None if they are, or none was tried.
-        foreign: How often each primitive occurs in a step that MLX runs itself, because it has no
-            kernel here.
-    """
-
-    refused: str | None = None
-    foreign: Mapping[str, int] = field(default_factory=dict)
 
 
 # (model, primitive or reason) that were logged. Pools may be allocated again, models loaded twice.

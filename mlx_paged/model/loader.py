@@ -43,7 +43,13 @@ from mlx_paged.model.config_files import (
     vocab_size,
 )
 from mlx_paged.model.deviations import conform
-from mlx_paged.model.directory import check_files, check_path, config_of, weight_names
+from mlx_paged.model.directory import (
+    check_files,
+    check_path,
+    config_of,
+    embedded_model,
+    weight_names,
+)
 from mlx_paged.model.families import require_family
 from mlx_paged.model.mlx_lm_config import mlx_lm_config
 from mlx_paged.model.mlx_lm_weights import renaming
@@ -346,23 +352,6 @@ def _of_inner_weights(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         return sanitize(self, weights)
 
     return overridden(model_class, "sanitize", of_inner), args_class
-
-
-def embedded_model() -> Path:
-    """Returns the directory of the model that this package has."""
-    from mlx_paged.demo import model_path
-
-    return model_path()
-
-
-def model_directory(name: str) -> Path | None:
-    """Returns the directory of a loaded model's files; None if it has none on this machine."""
-    if Path(name).is_file():  # GGUF
-        return None
-    try:
-        return _directory_of(name) if Path(name).exists() or name.count("/") == 1 else None
-    except (OSError, ValueError):  # not downloaded; no hub id
-        return None
 
 
 def _directory_of(name: str) -> Path:

@@ -26,9 +26,9 @@ from mlx_paged.model.caches import (
     UnusedCache,
     copy_blocks,
 )
+from mlx_paged.model.compilation import Compilation
 from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
 from mlx_paged.model.graph_runner import (
-    Compilation,
     GraphRunner,
     Repeat,
     Repetition,

@@ -222,6 +222,13 @@ def added_tokens(tokenizer: object) -> dict[str, int]:
     return {str(getattr(entry, "content", entry)): token for token, entry in added.items()}
 
 
+def special_token_ids(tokenizer: object) -> frozenset[int]:
+    """Returns the tokenizer's special tokens, which `skip_special_tokens` omits."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
+    return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
+
+
 def special_texts(tokenizer: object, special: Collection[int]) -> dict[int, str]:
     """The text of each of some special tokens."""
     convert = tokenizer.convert_ids_to_tokens  # type: ignore[attr-defined]

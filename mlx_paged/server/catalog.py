@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.reader import is_gguf, parts_of
-from mlx_paged.model.loader import embedded_model, model_directory
+from mlx_paged.model.directory import embedded_model, model_directory
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.registry import ModelRegistry

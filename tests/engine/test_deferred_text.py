@@ -19,8 +19,9 @@ from support.models import embedded
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.detokenizer import DeferredText, IncrementalDetokenizer
+from mlx_paged.engine.detokenizer import IncrementalDetokenizer
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.outputs import DeferredText
 from mlx_paged.errors import StepError
 
 PROMPT = "def add(a, b):"

@@ -27,7 +27,7 @@ from mlx_paged import LLM, RequestOutput, SamplingParams, ops
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.offload import offloading
-from mlx_paged.engine.offload.offloading import OffloadStats
+from mlx_paged.engine.offload.stats import OffloadStats
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel

@@ -24,7 +24,7 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
-from mlx_paged.model.graph_runner import Compilation
+from mlx_paged.model.compilation import Compilation
 from mlx_paged.server import responses
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.context import Phase

@@ -15,7 +15,6 @@ from mlx_paged.engine.chat.messages import messages_of
 from mlx_paged.engine.chat.renderer import ChatRenderer, TemplateRefusal
 from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.client import EngineRequest
-from mlx_paged.engine.detokenizer import special_token_ids
 from mlx_paged.engine.local_client import LocalClient
 from mlx_paged.engine.media import TextWithMedia
 from mlx_paged.engine.outputs import RequestOutput, SequenceUpdate
@@ -27,7 +26,7 @@ from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.events import ContentText
 from mlx_paged.parsing.format import ToolFormat
 from mlx_paged.parsing.hermes import HermesFormat
-from mlx_paged.parsing.lexer import added_tokens, special_texts
+from mlx_paged.parsing.lexer import added_tokens, special_texts, special_token_ids
 from mlx_paged.server.config import GenerationDefaults
 from mlx_paged.templates.variables import knows_tools
 

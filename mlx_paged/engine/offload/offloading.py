@@ -14,8 +14,8 @@ Blocks that are worth keeping on disk are copied in the same way; a thread write
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from weakref import finalize
 
 from mlx_paged.core import KVManager, MemoryTier, PrefixNode, Request, RestoreRates, StepBatch
@@ -25,6 +25,7 @@ from mlx_paged.engine.offload.host_memory import HostMemory
 from mlx_paged.engine.offload.levels import Levels, level_of
 from mlx_paged.engine.offload.names import PrefixNames
 from mlx_paged.engine.offload.restorer import Restorer
+from mlx_paged.engine.offload.stats import OffloadStats
 from mlx_paged.engine.roles.decode import RemoteLevel
 from mlx_paged.engine.roles.prefill import Prefilling
 from mlx_paged.engine.roles.stats import TransferStats
@@ -52,36 +53,6 @@ _DRAIN_SECONDS = 30.0
 # A step shows how fast prompts are computed if it has at least this many of their tokens, and at
 # most one decode for this many of them.
 _LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE = 128, 16
-
-
-@dataclass(frozen=True)
-class OffloadStats:
-    """Blocks outside of the device at one moment, and since the engine was made.
-
-    Attributes:
-        memory_bytes: Bytes stored in host memory.
-        memory_capacity: Their maximum.
-        num_stored_blocks: Evicted blocks of all groups that were kept in host memory.
-        num_lost_blocks: Those dropped again for lack of room.
-        num_skipped_blocks: Evicted blocks that were not kept, because a step had copied enough.
-        disk_bytes: Bytes of this model's blocks on disk; 0 without a disk.
-        num_written_bytes, num_read_bytes: Bytes written to and read from disk.
-        num_damaged_blocks: Blocks that could not be read.
-        disk_warnings: Faults of the disk, by kind.
-        transfers: Prompts computed for another engine, or by one; None without a role.
-    """
-
-    memory_bytes: int = 0
-    memory_capacity: int = 0
-    num_stored_blocks: int = 0
-    num_lost_blocks: int = 0
-    num_skipped_blocks: int = 0
-    disk_bytes: int = 0
-    num_written_bytes: int = 0
-    num_read_bytes: int = 0
-    num_damaged_blocks: int = 0
-    disk_warnings: Mapping[str, int] = field(default_factory=dict)
-    transfers: TransferStats | None = None
 
 
 class Offloading:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, takewhile
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
@@ -24,6 +23,9 @@ from mlx_paged.engine.sampling.masks import Mask, MaskKey
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.reasoning import Reasoning, ReasoningFormat
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 #: A callback for the tokens that may follow, such as a grammar. It is called before each token with
 #: the answer's index and its tokens so far, and returns ``[vocab_size]`` booleans, the same packed

@@ -21,6 +21,7 @@ from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model.directory import model_directory
 from mlx_paged.model.draft_heads.base import input_embeddings, page_head
 from mlx_paged.model.draft_heads.dflash import DFlashConfig, load_dflash
 from mlx_paged.model.draft_heads.eagle3 import Eagle3Config, load_eagle3
@@ -31,7 +32,7 @@ from mlx_paged.model.draft_heads.gemma4_assistant import (
 )
 from mlx_paged.model.draft_heads.mtp import load_mtp
 from mlx_paged.model.layout import Mode
-from mlx_paged.model.loader import LoadedModel, local_directory, model_directory
+from mlx_paged.model.loader import LoadedModel, local_directory
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.taps import FINAL
 
