@@ -19,6 +19,7 @@ from mlx_paged import extension  # noqa: F401  checks the extension, and loads B
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import (
@@ -34,7 +35,7 @@ from mlx_lm.utils import (
 from mlx_paged import descriptors, macos, ops
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
 from mlx_paged.gguf.reader import is_gguf
-from mlx_paged.model import option_costs
+from mlx_paged.model import option_costs, pages
 from mlx_paged.model.classification import ClassificationHead, load_head, without_head
 from mlx_paged.model.config_files import (
     eos_token_ids,
@@ -428,7 +429,8 @@ def _shard(model: nn.Module, config: Mapping[str, Any], dtype: str, shard: Shard
 
 
 def convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
-    """Converts the weights of a model, and evaluates them.
+    """Converts the weights of a model, and evaluates them. On the CPU they move into huge pages,
+    which takes longer than this call.
 
     Args:
         dtype: See `load`.
@@ -458,6 +460,8 @@ def convert(model: nn.Module, dtype: str, *, keeps_weights: bool) -> None:
         before = weights[id(module)]
         module.update({name: before[name] for name in _KEPT if name in before})
     mx.eval(model.parameters())
+    if on_cpu:
+        pages.collapse_pages(array for _, array in tree_flatten(model.parameters()))
 
 
 _WIDE = {nn.Embedding: WideEmbedding, nn.QuantizedEmbedding: WideQuantizedEmbedding}

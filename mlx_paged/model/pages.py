@@ -1,5 +1,5 @@
 """The memory of arrays that host and device share. On Linux's CPU backend, gives the physical pages
-of unused rows back to the system.
+of unused rows back to the system, and has weights in huge pages.
 
 The array keeps its address and its size. A row that is given back reads as zeros, and takes memory
 again from its next write on.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -66,6 +67,62 @@ def allow_huge_pages(array: mx.array, allowed: bool) -> None:
         _advise(start, stop - start, mmap.MADV_HUGEPAGE if allowed else mmap.MADV_NOHUGEPAGE)
 
 
+def collapse_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:
+    """Moves arrays into huge pages, where the system has them (Linux 6.1 and later).
+
+    A decode step reads all weights once. With pages of 4 KB that takes up to a third longer, as the
+    processor prefetches within a page and translates the address of each. The system copies 4 GB/s
+    at best, so this happens beside the first steps.
+
+    Args:
+        arrays: Evaluated arrays, which stay in memory until they have moved. Those that are not
+            contiguous keep their pages.
+
+    Returns:
+        The thread that moves them; None if there is nothing to move.
+    """
+    kept = list(arrays)
+    ranges = _whole_huge_pages(_extents(kept)) if sys.platform == "linux" else []
+    if not ranges:
+        return None
+
+    def move(_: list[mx.array]) -> None:
+        for first, end in ranges:
+            for start in range(first, end, _HUGE_PAGE):
+                _advise(start, _HUGE_PAGE, _MADV_COLLAPSE)
+
+    thread = threading.Thread(target=move, args=(kept,), name="huge pages", daemon=True)
+    thread.start()
+    return thread
+
+
+_MADV_COLLAPSE = 25  # Python does not name it yet
+_HUGE_PAGE = 2 << 20  # bytes, on x86-64, and on Arm with pages of 4 KB
+_NEIGHBORS = 64 << 10  # bytes between arrays that count as one
+
+
+def _extents(arrays: Iterable[mx.array]) -> Iterator[tuple[int, int]]:
+    """Yields the address and the end of each contiguous array."""
+    for array in arrays:
+        try:
+            address = _address(array)
+        except (BufferError, ValueError):
+            continue
+        yield address, address + array.nbytes
+
+
+def _whole_huge_pages(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the ranges of huge pages that arrays fill, alone or with their neighbors."""
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(extents):
+        if merged and begin - merged[-1][1] <= _NEIGHBORS:
+            begin, last = merged.pop()
+            end = max(end, last)
+        merged.append((begin, end))
+    whole = [(-(-begin // _HUGE_PAGE), end // _HUGE_PAGE) for begin, end in merged]
+    return [(first * _HUGE_PAGE, last * _HUGE_PAGE) for first, last in whole if first < last]
+
+
 def trim_heap() -> None:
     """Has the C library give back free memory of its heap, where it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -88,5 +145,5 @@ def _address(array: mx.array) -> int:
 
 
 def _advise(start: int, length: int, advice: int) -> None:
-    """Calls `madvise`. It may fail only by not giving memory back, so its status is ignored."""
+    """Calls `madvise`. It may fail only by leaving pages as they are, so its status is ignored."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))

@@ -1,7 +1,8 @@
-"""Physical memory of pools: it goes back by page, and comes only with the first write."""
+"""Physical memory: that of pools goes back by page, and weights move into huge pages."""
 
 from __future__ import annotations
 
+import platform
 import sys
 from pathlib import Path
 
@@ -78,10 +79,10 @@ def test_runs() -> None:
 
 
 def test_pages_go_back_on_the_cpu_of_linux_only(monkeypatch) -> None:
-    platform = Platform.current()
-    assert pages.can_discard(platform) == (platform.on_cpu and sys.platform == "linux")
+    current = Platform.current()
+    assert pages.can_discard(current) == (current.on_cpu and sys.platform == "linux")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert not pages.can_discard(platform)
+    assert not pages.can_discard(current)
 
 
 @linux_cpu
@@ -94,3 +95,43 @@ def test_a_larger_pool_takes_only_the_memory_of_its_contents() -> None:
     model.resize(16 * 1024, group_spec)
     assert sum(pool.nbytes for pool in model.pools()) >= 128 * MIB
     assert resident() - before < 32 * MIB
+
+
+def huge() -> int:
+    """Bytes of this process in huge pages."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    [kib] = [line.split()[1] for line in text.splitlines() if line.startswith("AnonHugePages:")]
+    return int(kib) * 1024
+
+
+def collapses() -> bool:
+    """True if Linux has MADV_COLLAPSE, and huge pages."""
+    version = [int(number) for number in platform.release().split(".")[:2] if number.isdigit()]
+    return version >= [6, 1] and Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+@linux_cpu
+@pytest.mark.skipif(not collapses(), reason="this system cannot move arrays into huge pages")
+def test_arrays_move_into_huge_pages() -> None:
+    arrays = [mx.random.uniform(shape=(6 * MIB // 4,)), mx.ones((16, 8)), mx.ones((4, 8)).T]
+    mx.eval(arrays)
+    expected = np.array(arrays[0])
+    before = huge()
+    thread = pages.collapse_pages(arrays)
+    assert thread is not None
+    thread.join()
+    assert huge() - before >= 4 * MIB
+    np.testing.assert_array_equal(np.array(arrays[0]), expected)
+    assert pages.collapse_pages(arrays[1:]) is None
+
+
+def test_huge_pages_that_arrays_fill_with_their_neighbors() -> None:
+    page, gap = 2 * MIB, 4096
+    ranges = pages._whole_huge_pages
+    assert ranges([(0, page)]) == [(0, page)]
+    assert ranges([(1, 2 * page)]) == [(page, 2 * page)]
+    assert ranges([(page // 2, page), (3 * page, 3 * page + 1)]) == []
+    # In two halves, in any order.
+    halves = [(page // 2 + gap, page), (0, page // 2)]
+    assert ranges(halves) == ranges([*halves, (gap, 2 * gap)]) == [(0, page)]
+    assert ranges([(0, page // 2), (page // 2 + page // 4, page)]) == []
