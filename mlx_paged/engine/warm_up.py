@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
@@ -23,6 +24,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.lora.files import Adapter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.sampling.logits_processors import ALWAYS, Additions, LogitEdits, Penalties
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.graph_runner import padded_decodes
@@ -50,6 +52,38 @@ _MIXED = ((8, 512), (32, 0))
 _SLOT = 1  # of the adapter; the scheduler fills this one first
 
 
+def _ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+# Settings that take further operations of MLX, several of which it compiles at their first use. A
+# step repeats them over its sequences.
+_SETTINGS = {
+    "top_p beside greedy": (
+        SamplingRow(0.0, seed=0, position=0),
+        SamplingRow(1.0, seed=0, position=0, top_p=0.9),
+    ),
+    "top_k beside top_p and min_p": (
+        SamplingRow(1.0, seed=0, position=0, top_k=20, top_p=0.9),
+        SamplingRow(1.0, seed=0, position=0, top_p=0.9, min_p=0.05),
+    ),
+    "edits and log-probabilities": (
+        SamplingRow(
+            1.0,
+            seed=0,
+            position=0,
+            edits=LogitEdits(
+                additions=Additions(_ints(1), np.ones(1, np.float32), _ints(ALWAYS)),
+                penalties=Penalties(_ints(0, 1), _ints(1, 0), 1.1, 0.1, 0.1),
+                allowed=_ints(-1),  # the first 32 tokens
+            ),
+            logprobs=1,
+        ),
+        SamplingRow(0.0, seed=0, position=0),
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Steps of one shape.
@@ -60,6 +94,7 @@ class Kind:
         context_len: Tokens of each sequence after the first step.
         temperature: Temperature of all sequences; 0 is greedy.
         num_decodes: Further sequences with one token in the step; they are as long as the others.
+        settings: Key of the settings that the sequences have in turn; empty for `temperature`.
     """
 
     num_sequences: int
@@ -67,6 +102,7 @@ class Kind:
     context_len: int = 1
     temperature: float = 0.0
     num_decodes: int = 0
+    settings: str = ""
 
 
 def batch_sizes(most: int, *, are_padded: bool = False) -> list[int]:
@@ -118,7 +154,8 @@ def kinds(
         for size in reversed(batch_sizes(most, are_padded=pads_decodes))
         for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
     ]
-    return [*reversed(prompts), *decodes]
+    further = [Kind(min(2, most), settings=name) for name in _SETTINGS]
+    return [*reversed(prompts), *decodes, *further]
 
 
 def is_needed(config: EngineConfig, platform: Platform) -> bool:
@@ -212,7 +249,8 @@ def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) 
         # Any blocks will do, even one for a whole sequence: nobody reads their contents.
         table = StepTable((1 + i % num_blocks,) * -(-end // size), 0)
         tables.append((table,) * num_groups)
-    settings = SamplingRow(kind.temperature, seed=0, position=end)
+    rows = _SETTINGS.get(kind.settings, (SamplingRow(kind.temperature, seed=0, position=0),))
+    sampling = [rows[i % len(rows)]._replace(position=end) for i in range(num_seqs)]
     return StepBatch(
         seq_ids=[-1 - i for i in range(num_seqs)],
         token_ids=array(TOKEN_TYPE, [0]) * sum(lens),
@@ -228,5 +266,5 @@ def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) 
         # Each begins without a state and leaves none.
         slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],
         block_copies=((),) * num_groups,
-        sampling=SamplingMetadata.of([settings] * num_seqs),
+        sampling=SamplingMetadata.of(sampling),
     )

@@ -17,9 +17,10 @@ from support.platforms import platform_with
 from support.reference import ON_GPU
 
 from mlx_paged import LLM, LoRARequest, SamplingParams, ops
-from mlx_paged.engine import warm_up
+from mlx_paged.engine import runner, warm_up
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.runner import ModelRunner
+from mlx_paged.engine.sampling import logits_processors, sampler
 from mlx_paged.engine.warm_up import Kind, batch_sizes, kinds
 from mlx_paged.model.graph_runner import padded_decodes
 from mlx_paged.model.lora import AdapterLayers
@@ -56,6 +57,7 @@ def test_every_padded_number_of_sequences_is_prepared() -> None:
 
 def test_what_is_prepared_with_cuda() -> None:
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=1024)
+    further = [Kind(2, settings=name) for name in warm_up._SETTINGS]
     assert kinds(config, None, with_cuda=True) == [
         Kind(1, 64, 4096),
         *(Kind(1, n, n) for n in (1024, 512, 64, 48, 32, 16)),
@@ -63,6 +65,7 @@ def test_what_is_prepared_with_cuda() -> None:
         Kind(2, context_len=4096, temperature=1.0),
         Kind(1),
         Kind(1, context_len=4096, temperature=1.0),
+        *further,
     ]
     # No more than the model takes, however many steps follow.
     assert kinds(config, 100, with_cuda=True) == [
@@ -72,6 +75,7 @@ def test_what_is_prepared_with_cuda() -> None:
         Kind(2, context_len=97, temperature=1.0),
         Kind(1),
         Kind(1, context_len=97, temperature=1.0),
+        *further,
     ]
     assert {kind.num_sequences for kind in kinds(config, 100, with_cuda=False)} == {1}
 
@@ -137,7 +141,7 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
     assert progress == [(i, total) for i in range(total + 1)]
     if with_cuda:
         prompts = [(1, n) for n in (64, 48, 32, 16) for _ in range(4)]
-        wanted = [*prompts, *[(3, 3)] * 8, *[(2, 2)] * 8, *[(1, 1)] * 8]
+        wanted = [*prompts, *[(3, 3)] * 8, *[(2, 2)] * 8, *[(1, 1)] * 8, *[(2, 2)] * 12]
         # The shape of the next decode has been compiled.
         assert llm.engine._runner.model._compiled._graphs
     else:
@@ -145,6 +149,30 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
     assert launched == wanted
     assert llm.engine.stats().num_steps == 0
     assert answers(llm) == expected
+
+
+def test_the_sampler_is_prepared_for_all_settings(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No request is the first for which MLX compiles an operation of the sampler."""
+    called: set[str] = set()
+    for module, name in (
+        *((sampler, name) for name in ("_draw", "apply_filters", "_of_the_largest")),
+        *((logits_processors, name) for name in ("_add", "_penalize", "_apply_masks")),
+        (runner, "logprobs_of"),
+    ):
+        function = getattr(module, name)
+
+        def note(*args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            called.add(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, note)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    with caplog.at_level(logging.WARNING):
+        LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=2)
+    assert "could not be prepared" not in caplog.text
+    assert len(called) == 7, called
 
 
 def test_the_adapter_of_all_requests_is_in_the_steps(
