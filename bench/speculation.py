@@ -10,6 +10,8 @@ which there is nothing to look up. Both engines must give the same tokens. `--cp
 the processor time of the process instead of the time that passes, for machines that run other
 programs, too. `--forced` instead verifies guesses that are right with a given probability, with
 random weights in a real shape: it measures what steps with drafts cost, on any device.
+`--draft-layers` drafts with a random model instead, and compares steps whose drafts stay on the
+device with steps whose drafts the host reads before.
 """
 
 from __future__ import annotations
@@ -313,6 +315,52 @@ def forced(
         }
 
 
+def in_flight(
+    shape: str, num_layers: int, num_drafts: int, cases: Sequence[tuple[int, int]], rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Compares steps whose drafts stay on the device with steps whose drafts are read before.
+
+    The draft model has the model's shape, but few layers with other random weights, so hardly any
+    draft is accepted.
+    """
+    from cuda_engine import CONFIGS, random_model
+
+    name = f"{shape}, {num_layers} layers"
+    CONFIGS[name] = {**CONFIGS[shape], "num_hidden_layers": num_layers}
+    options = {"method": "draft_model", "model": random_model(name), "adaptive": False}
+    options["num_speculative_tokens"] = num_drafts
+    llm = LLM(random_model(shape), max_num_seqs=64, speculative_config=options)
+    speculator = llm.engine._speculator
+    assert speculator is not None
+    step_times, rng = StepTimes(llm.engine), random.Random(1)
+    for num_seqs, length in cases:
+        prompts = [[rng.randrange(3, 300) for _ in range(length)] for _ in range(num_seqs)]
+        params = SamplingParams(temperature=0, max_tokens=129, ignore_eos=True)
+        steps: dict[str, list[dict[str, float]]] = {"read": [], "on the device": []}
+        tokens: list[list[list[int]]] = []
+        for turn in range(rounds + 2):
+            for way, found in steps.items():
+                speculator._reads_drafts = way == "read"
+                llm.generate(prompts, replace(params, max_tokens=8))
+                step_times.reset()
+                outputs = llm.generate(prompts, params)
+                tokens.append([list(o.outputs[0].token_ids) for o in outputs])
+                if turn > 1:
+                    found.append(step_times.summary())
+        medians = {
+            way: {key: statistics.median(each[key] for each in found) for key in found[0]}
+            for way, found in steps.items()
+        }
+        yield {
+            "num_seqs": num_seqs,
+            "context_len": length,
+            "draft_layers": num_layers,
+            "same_tokens": all(each == tokens[0] for each in tokens),
+            "ratio": medians["read"]["step"] / medians["on the device"]["step"],
+            "milliseconds": medians,
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--chats", type=Path, help="ShareGPT's JSON")
@@ -326,20 +374,28 @@ def main() -> None:
     )
     parser.add_argument("--cpu-seconds", action="store_true", help="time the process alone")
     parser.add_argument("--forced", type=float, help="share of right guesses, such as 0.7")
+    parser.add_argument(
+        "--draft-layers", type=int, help="times steps whose drafts come from a model of that size"
+    )
     parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--shape", default="Llama-3.2-3B", help="for --forced, see cuda_engine.py")
-    parser.add_argument("--sequences", type=int, nargs="+", help="only these; 1, 8, 64 if --forced")
+    parser.add_argument(
+        "--shape", default="Llama-3.2-3B", help="without real weights, see cuda_engine.py"
+    )
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", help="only these; 1, 8, 64 without real weights"
+    )
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     mlx_paged.unpatch()
-    if args.forced is not None:
+    cases = [(num_seqs, 1024) for num_seqs in args.sequences or (1, 8, 64)]
+    if args.draft_layers is not None:
+        results = list(in_flight(args.shape, args.draft_layers, args.drafts, cases, args.rounds))
+        name = "speculation-in-flight"
+    elif args.forced is not None:
         from cuda_engine import random_model
 
         model = random_model(args.shape)
-        cases = [(num_seqs, 1024) for num_seqs in args.sequences or (1, 8, 64)]
         results = list(forced(model, args.forced, args.drafts, cases, args.rounds))
-        for each in results:
-            print(each, flush=True)
         name = "speculation-gpu"
     else:
         clock = time.process_time if args.cpu_seconds else time.perf_counter
@@ -360,6 +416,10 @@ def main() -> None:
                         flush=True,
                     )
         name = "speculation-cpu"
+    if args.forced is not None or args.draft_layers is not None:
+        for each in results:
+            print(each, flush=True)
+    else:
         print_table(
             ["workload", "dtype", "sequences", "ratio", "accepted"],
             [

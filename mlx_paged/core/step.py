@@ -8,7 +8,7 @@ adds sampling, reports and media.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -46,6 +46,8 @@ class StepBatch:
             in `token_ids`.
         num_drafts: ``[num_seqs]`` int32: number of trailing tokens that are drafts to verify. Such
             a sequence samples after its last known token and after each draft.
+        drafts_in_flight: `engine.input_tokens.DraftsInFlight`: drafts that the device is still
+            making, and which are 0 in `token_ids`; None if all are known.
         adapter_ids: ``[num_seqs]`` int32: slot of each sequence's adapter; 0 for the base model.
         adapters: The adapter in each of these slots (`Request.adapter`). The device half loads it
             if its slot holds another one, so a step that runs again finds its adapters.
@@ -70,6 +72,7 @@ class StepBatch:
     is_decode: bool = False
     input_from: array[int] = field(default_factory=_int32_column)
     num_drafts: array[int] = field(default_factory=_int32_column)
+    drafts_in_flight: Any = None
     adapter_ids: array[int] = field(default_factory=_int32_column)
     adapters: dict[int, Any] = field(default_factory=dict)
     tables: list[tuple[StepTable, ...]] = field(default_factory=list)
@@ -104,6 +107,12 @@ class StepBatch:
                 tuple(token_ids[end - count : end]) for end, count in zip(ends, self.num_drafts)
             ]
         return self._drafts
+
+    def set_tokens(self, rows: Iterable[int], token_ids: Iterable[int]) -> None:
+        """Replaces the tokens of some rows: drafts that were in flight."""
+        for row, token in zip(rows, token_ids):
+            self.token_ids[row] = token
+        self._drafts = None
 
     def num_samples(self) -> list[int]:
         """``[num_seqs]``: number of tokens sampled for each sequence: none, or one plus one for

@@ -488,9 +488,17 @@ def _speculator(
     lookup = None
     if options.looks_up_all and draft_model is not None:
         lookup = LookupDrafter(options)
-    max_rows = runner.model.platform.max_exact_rows
+    make = partial(
+        Speculator,
+        options,
+        drafter,
+        lookup=lookup,
+        max_rows=runner.model.platform.max_exact_rows,
+        # Other ranks get the drafts with the rest of a step.
+        reads_drafts=runner.share_tokens is not None,
+    )
     if not options.adaptive:
-        return Speculator(options, drafter, None, lookup=lookup, max_rows=max_rows)
+        return make(None)
 
     def measure(
         runner: ModelRunner, longest: int | None, num_tokens: int
@@ -509,7 +517,7 @@ def _speculator(
         step_costs = measure(runner, max_model_len, num_tokens)
     else:
         step_costs = LearnedCosts(measure(runner, max_model_len, vocab_size))
-    return Speculator(options, drafter, step_costs, lookup=lookup, max_rows=max_rows)
+    return make(step_costs)
 
 
 def _offloading(

@@ -419,7 +419,7 @@ class Engine:
 
         With async scheduling, the next step is planned and launched before the tokens of the one in
         flight are read, so the device does not wait for the host. Drafts begin after a known token:
-        while they pay, the step in flight is read first.
+        while they pay, the step in flight is read first, but not a model's drafts.
 
         A fault of the model or the device ends only the sequences it affects, see
         `InProcessExecutor`. For other exceptions, see `recover`.
@@ -515,6 +515,8 @@ class Engine:
         self._num_steps += 1
         if self.on_launch is not None:
             self.on_launch(len(output.batch.token_ids))
+        if speculator is not None:
+            output.batch.drafts_in_flight = speculator.take_in_flight()
         self._columns.add_to(output)
         self._executor.launch(output.batch)
         if speculator is not None:

@@ -226,6 +226,7 @@ class InProcessExecutor:
         """Runs a step synchronously, and halves each part that fails, until one sequence has failed
         alone twice."""
         batch = step.batch
+        _fill_drafts(batch)
         result = StepResult([[] for _ in batch.seq_ids])
         parts = [whole(batch, set() if self._read is None else _ended(self._read, batch))]
         tried_alone: set[int] = set()
@@ -294,6 +295,17 @@ class InProcessExecutor:
             self.max_rows *= 2
             if self.max_rows >= self._rows_too_many:
                 self.max_rows = None  # There may be more memory by now.
+
+
+def _fill_drafts(batch: StepBatch) -> None:
+    """Waits for drafts in flight. If they failed, the step verifies those in the batch, which are
+    as good as any guess."""
+    if batch.drafts_in_flight is not None:
+        try:
+            batch.drafts_in_flight.fill(batch)
+        except Exception:
+            logger.debug("drafts in flight failed", exc_info=True)
+            batch.drafts_in_flight = None
 
 
 def _known_tokens(step: PendingStep) -> KnownTokens:

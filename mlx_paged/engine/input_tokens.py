@@ -1,7 +1,9 @@
-"""Builds the input tokens of a step. The previous step may still be sampling some of them."""
+"""Builds the input tokens of a step. The device may still be computing some of them: the previous
+step samples them, or a draft model does."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +38,37 @@ class KnownTokens:
     reported: mx.array
 
 
+@dataclass(frozen=True)
+class DraftsInFlight:
+    """Drafts that the device is still making, as inputs of the step that verifies them.
+
+    Attributes:
+        tokens: ``[num_drafts]`` int32, all of them tokens of the model.
+        places: By seq_id, the indices of a sequence's drafts in `tokens`, in order. A step may
+            verify fewer.
+    """
+
+    tokens: mx.array
+    places: Mapping[int, Sequence[int]]
+
+    def sources(self, batch: StepBatch) -> np.ndarray:
+        """``[num_tokens]`` int32: the index in `tokens` of each row's token; -1 if it is known."""
+        source = np.full(len(batch.token_ids), -1, dtype=np.int32)
+        end = 0
+        for seq_id, length, count in zip(batch.seq_ids, batch.query_lens, batch.num_drafts):
+            end += length
+            if count and seq_id in self.places:
+                source[end - count : end] = self.places[seq_id][:count]
+        return source
+
+    def fill(self, batch: StepBatch) -> None:
+        """Waits for the drafts, and writes them into the batch that verifies them."""
+        source = self.sources(batch)
+        rows = np.flatnonzero(source >= 0)
+        batch.set_tokens(rows.tolist(), np.array(self.tokens)[source[rows]].tolist())
+        batch.drafts_in_flight = None
+
+
 def input_tokens(
     batch: StepBatch,
     begins: np.ndarray,
@@ -55,6 +88,12 @@ def input_tokens(
     if num_more:
         known = np.concatenate([known, np.zeros(num_more, dtype=np.int32)])
     num_known = batch.input_from.count(-1)
+    drafts: DraftsInFlight | None = batch.drafts_in_flight
+    if drafts is not None:
+        assert num_known == len(batch.seq_ids), "drafts follow a token that is in flight"
+        source = np.full(len(known), -1, dtype=np.int32)
+        source[: len(batch.token_ids)] = drafts.sources(batch)
+        return _merged(source, known, drafts.tokens)
     if num_known == len(batch.seq_ids):
         return ops.upload(known, stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
@@ -70,5 +109,10 @@ def input_tokens(
     source = np.full(len(known), -1, dtype=np.int32)
     is_awaited = input_from >= 0
     source[begins[is_awaited]] = input_from[is_awaited]
+    return _merged(source, known, previous.tokens)
+
+
+def _merged(source: np.ndarray, known: np.ndarray, in_flight: mx.array) -> mx.array:
+    """Takes the tokens at `source` in `in_flight`, and the known ones where that is -1."""
     places, tokens = ops.upload(source, known)
-    return mx.where(places < 0, tokens, previous.tokens[mx.maximum(places, 0)])
+    return mx.where(places < 0, tokens, in_flight[mx.maximum(places, 0)])

@@ -252,6 +252,8 @@ class ModelRunner:
         """
         mx.eval(*launched.results, launched.written)
         batch = launched.batch
+        if batch.drafts_in_flight is not None:
+            batch.drafts_in_flight.fill(batch)
         counts = None if batch.is_decode else batch.num_samples()
         num_sampled = len(batch.seq_ids) if counts is None else sum(counts)
         sampled: list[int] = np.array(launched.reported)[:num_sampled].tolist()

@@ -25,7 +25,7 @@ from mlx_paged import LLM, RequestOutput, SamplingParams
 from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import StartedDrafts, Wanted
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
@@ -214,16 +214,20 @@ def alone(model: Any, tokens: Sequence[int], row: SamplingRow, count: int) -> li
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], SamplingRow, Draft]]]:
     """Every draft that is made, with the tokens before it."""
     found: list[tuple[list[int], SamplingRow, Draft]] = []
-    real = ModelDrafter.draft
+    real = ModelDrafter.begin
 
-    def recorded(self: ModelDrafter, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        made = real(self, wanted)
-        for each, draft in zip(wanted, made):
-            if draft is not None:
-                found.append((list(each.seq.tokens), each.seq.sampler.row, draft))
-        return made
+    def recorded(self: ModelDrafter, wanted: Sequence[Wanted]) -> StartedDrafts:
+        started = real(self, wanted)
+        before = [(list(each.seq.tokens), each.seq.sampler.row) for each in wanted]
 
-    monkeypatch.setattr(ModelDrafter, "draft", recorded)
+        def finish() -> list[Draft | None]:
+            made = started.finish()
+            found.extend((*known, draft) for known, draft in zip(before, made) if draft is not None)
+            return made
+
+        return started._replace(finish=finish)
+
+    monkeypatch.setattr(ModelDrafter, "begin", recorded)
     yield found
 
 

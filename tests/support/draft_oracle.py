@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mlx_paged import RequestOutput
+from mlx_paged.engine.input_tokens import DraftsInFlight
 from mlx_paged.engine.sampling.sampler import sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.drafter import Drafter, Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, StartedDrafts, Wanted
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 
 
@@ -56,14 +57,28 @@ def recorded(
     monkeypatch: pytest.MonkeyPatch, right: float, kind: type[Drafter] = HeadDrafter
 ) -> Oracle:
     """Makes an oracle of every drafter of a kind, whose tokens are right with a given
-    probability."""
-    oracle, real = Oracle(right), kind.draft
+    probability. Drafts that were left on the device are again."""
+    oracle, real = Oracle(right), kind.begin
 
-    def draft(self: Drafter, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        return oracle.replaced(wanted, real(self, wanted))
+    def begin(self: Drafter, wanted: Sequence[Wanted]) -> StartedDrafts:
+        started = real(self, wanted)
+        drafts = oracle.replaced(wanted, started.finish())
+        in_flight = None if started.in_flight is None else on_device(wanted, drafts)
+        return StartedDrafts(lambda: drafts, in_flight)
 
-    monkeypatch.setattr(kind, "draft", draft)
+    monkeypatch.setattr(kind, "begin", begin)
     return oracle
+
+
+def on_device(wanted: Sequence[Wanted], drafts: Sequence[Draft | None]) -> DraftsInFlight:
+    """Drafts that the host knows, as if it did not."""
+    tokens: list[int] = []
+    places: dict[int, list[int]] = {}
+    for each, draft in zip(wanted, drafts):
+        if draft is not None:
+            places[each.seq.seq_id] = [len(tokens) + i for i in range(len(draft.tokens))]
+            tokens += draft.tokens
+    return DraftsInFlight(mx.array(tokens, dtype=mx.int32), places)
 
 
 def chooser(row: SamplingRow) -> Callable[[np.ndarray, int], int]:

@@ -26,7 +26,8 @@ from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, DraftState, StartedDrafts, Wanted
+from mlx_paged.engine.speculation.launched_drafts import LaunchedDrafts
 from mlx_paged.engine.speculation.paged_drafter import kind_of_model
 from mlx_paged.engine.speculation.rounds import draft_settings, edited_logits, usable_drafts
 from mlx_paged.engine.step_columns import edits_of
@@ -44,11 +45,13 @@ class _Member:
 
     Attributes:
         row: Of its hidden state among those of the last step.
+        begin: Position of the first draft.
         drafts: The result. A draft of -1 could not be sampled.
     """
 
     seq: CoreSequence
     row: int
+    begin: int
     max_drafts: int
     drafts: list[int] = field(default_factory=list)
 
@@ -142,19 +145,26 @@ class AssistantDrafter(Drafter):
     # Drafting.
 
     def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        """See `Drafter`. A sequence that was not in the last step gets none."""
+        """See `Drafter`."""
+        return self.begin(wanted).finish()
+
+    def begin(self, wanted: Sequence[Wanted]) -> StartedDrafts:
+        """See `Drafter`. A sequence that was not in the last step gets no drafts."""
         members = [self._member(each) for each in wanted]
         drawing = [each for each in members if each is not None and each.max_drafts > 0]
+        launched = LaunchedDrafts()
         if drawing:
-            self._run(sorted(drawing, key=lambda each: -each.max_drafts))
-        found: list[Draft | None] = []
-        for member in members:
-            drafts = () if member is None else usable_drafts(member.drafts, member.seq)
-            if member is None or not drafts:
-                found.append(None)
-            else:
-                found.append(Draft(len(member.seq.tokens), drafts, self.kind(member.seq)))
-        return found
+            launched = self._run(sorted(drawing, key=lambda each: -each.max_drafts))
+
+        def finish() -> list[Draft | None]:
+            launched.read()
+            return [None if member is None else self._draft_of(member) for member in members]
+
+        return StartedDrafts(finish, launched.in_flight())
+
+    def _draft_of(self, member: _Member) -> Draft | None:
+        drafts = usable_drafts(member.drafts, member.seq)
+        return Draft(member.begin, drafts, self.kind(member.seq)) if drafts else None
 
     def _member(self, wanted: Wanted) -> _Member | None:
         seq, most = wanted.seq, wanted.max_drafts
@@ -163,10 +173,11 @@ class AssistantDrafter(Drafter):
             return None
         if self._max_model_len is not None:
             most = min(most, self._max_model_len - num_tokens)
-        return _Member(seq, row, most)
+        return _Member(seq, row, num_tokens, most)
 
-    def _run(self, members: list[_Member]) -> None:
-        """Drafts in rounds; sequences with many drafts come first."""
+    def _run(self, members: list[_Member]) -> LaunchedDrafts:
+        """Drafts in rounds; sequences with many drafts come first. The host reads each round if the
+        edits of the next one depend on it."""
         edited = [member.seq for member in members if member.seq.sampler.has_edits]
         self._masks.watch(edited)
         newest = [member.seq.tokens[-1] for member in members]
@@ -178,7 +189,7 @@ class AssistantDrafter(Drafter):
         positions = positions - 1
         assert self._hidden is not None
         states = self._hidden[places]
-        found: list[mx.array] = []
+        launched = LaunchedDrafts()
         step, num_rows = None, 0
         for number in range(members[0].max_drafts):
             count = sum(member.max_drafts > number for member in members)
@@ -196,18 +207,10 @@ class AssistantDrafter(Drafter):
             logits = edited_logits(logits, settings, self._masks)
             sampled = sample(logits, settings, platform=self._paged.platform)
             tokens = sampled.tokens
-            found.append(sampled.for_host(None))
-            if edited:  # The edits of the next draft depend on this one.
-                self._read(members, found)
-                found = []
-        self._read(members, found)
-
-    @staticmethod
-    def _read(members: Sequence[_Member], found: Sequence[mx.array]) -> None:
-        mx.eval(*found)
-        for tokens in found:
-            for member, token in zip(members, np.array(tokens).tolist()):
-                member.drafts.append(token)
+            launched.add(tokens, sampled.for_host(None), now, range(count))
+            if edited:
+                launched.read()
+        return launched
 
     def _inputs(self, members: Sequence[_Member]) -> StepInputs:
         """Rows at the last computed positions, which see all computed keys."""

@@ -30,8 +30,9 @@ from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata, sample
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.drafter import Wanted
+from mlx_paged.engine.speculation.drafter import StartedDrafts, Wanted
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
+from mlx_paged.engine.speculation.launched_drafts import LaunchedDrafts
 from mlx_paged.engine.speculation.rounds import Member, draft_settings, edited_logits
 from mlx_paged.engine.step_columns import edits_of
 from mlx_paged.model.draft_heads.chains import Chain
@@ -63,37 +64,41 @@ class BlockDrafter(HeadDrafter):
         self._masks = masks
         self._head = head
 
-    def _compute(self, wanted: dict[int, Wanted]) -> dict[int, Draft]:
-        """See `HeadDrafter`."""
+    def _compute(self, wanted: Sequence[Wanted]) -> StartedDrafts:
+        """See `HeadDrafter`. The host reads a block of which a grammar may cut a part."""
         rows, hidden = list(self._rows.values()), self._hidden
         self._rows, self._hidden = {}, None
         if hidden is None or not rows:
-            return {}
+            return StartedDrafts(lambda: [None] * len(wanted))
         self._run.make_copies()
-        members = [self._member(each, wanted.get(each.seq.seq_id)) for each in rows]
+        members = self._members(rows, wanted)
         batch = self._batch(members)
         features = _features(batch, members, hidden, [each.first for each in rows])
         launched = self.runner.launch(batch, None, features, bounds=_bounds(batch, members))
+        drafts = LaunchedDrafts()
         if not any(member.max_drafts for member in members):
-            return {}
+            return StartedDrafts(lambda: [None] * len(wanted))
         if self._head.chain is None:
-            mx.eval(launched.reported)
-            sampled = iter(np.array(launched.reported).tolist())
-            for member in members:
-                member.drafts = [next(sampled) for _ in range(member.max_drafts)]
+            sampled = [member for member in members for _ in range(member.max_drafts)]
+            drafts.add(launched.tokens, launched.reported, sampled, range(len(sampled)))
         else:
-            self._draw(self._head.chain, batch, members, launched)
-        found = {}
-        for member in members:
-            seq = member.seq
-            drafts = seq.sampler.legal(seq.tokens, member.usable) if member.usable else ()
-            if drafts:
-                found[seq.seq_id] = Draft(len(seq.tokens), drafts, self.kind(seq))
-        return found
+            drafts = self._draw(self._head.chain, batch, members, launched)
+        if any(each.seq.sampler.has_grammar for each in wanted):
+            drafts.read()
+            for member in members:
+                if usable := member.usable:
+                    usable = member.seq.sampler.legal(member.seq.tokens, usable)
+                member.drafts = list(usable)
+
+        def finish() -> list[Draft | None]:
+            drafts.read()
+            return self._found(members, wanted)
+
+        return StartedDrafts(finish, drafts.in_flight())
 
     def _draw(
         self, chain: Chain, batch: StepBatch, members: Sequence[Member], launched: LaunchedStep
-    ) -> None:
+    ) -> LaunchedDrafts:
         """Draws the drafts of all blocks, one position after another."""
         assert launched.hidden is not None
         # Sequences with many drafts come first: a round has the first ones.
@@ -107,7 +112,7 @@ class BlockDrafter(HeadDrafter):
         firsts = np.cumsum([0, *(member.max_drafts for member, _ in drawing)])
         newest = [member.seq.tokens[-1] for member, _ in drawing]
         [before] = ops.upload(np.array(newest, dtype=np.int32))
-        found: list[mx.array] = []
+        drafts = LaunchedDrafts()
         for number in range(drawing[0][0].max_drafts):
             now = [each for each in drawing if each[0].max_drafts > number]
             [rows] = ops.upload(np.array([row + number for _, row in now], dtype=np.int32))
@@ -117,11 +122,9 @@ class BlockDrafter(HeadDrafter):
             logits = edited_logits(logits, own, self._masks)
             sampled = sample(logits, own, platform=self.runner.model.platform)
             before = sampled.tokens
-            found.append(sampled.for_host(None))
-        mx.eval(*found)
-        for tokens in found:
-            for (member, _), token in zip(drawing, np.array(tokens).tolist()):
-                member.drafts.append(token)
+            members = [member for member, _ in now]
+            drafts.add(before, sampled.for_host(None), members, range(len(now)))
+        return drafts
 
     def _batch(self, members: Sequence[Member]) -> StepBatch:
         count = len(members)

@@ -6,12 +6,14 @@ a step are drafted in one call, so that a model computes them together.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mlx_paged.core import SchedulerOutput, Sequence, StepBatch
+from mlx_paged.engine.input_tokens import DraftsInFlight
 from mlx_paged.engine.speculation.acceptance import Counts, Draft, new_counts
 from mlx_paged.engine.speculation.costs import StepCosts
 from mlx_paged.engine.speculation.predicted import PredictedAnswer
@@ -51,6 +53,19 @@ class Wanted(NamedTuple):
     max_drafts: int
 
 
+class StartedDrafts(NamedTuple):
+    """Drafts that a drafter has begun.
+
+    Attributes:
+        finish: Waits for them, and returns what `Drafter.draft` does. To be called once, before the
+            next drafts.
+        in_flight: The drafts on the device; None if the host knows them.
+    """
+
+    finish: Callable[[], list[Draft | None]]
+    in_flight: DraftsInFlight | None = None
+
+
 class Price(Protocol):
     """The time that a drafter takes, so that the number of drafts is chosen before any is made.
 
@@ -84,6 +99,11 @@ class Drafter:
         No step is in flight if drafts have a price.
         """
         raise NotImplementedError
+
+    def begin(self, wanted: SequenceOf[Wanted]) -> StartedDrafts:
+        """Begins what `draft` does, and may leave the drafts on the device."""
+        drafts = self.draft(wanted)
+        return StartedDrafts(lambda: drafts)
 
     def launched(self, batch: StepBatch) -> None:
         """Notes a step of the model, before it is read."""

@@ -29,7 +29,7 @@ from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.drafter import DraftState, Wanted
+from mlx_paged.engine.speculation.drafter import DraftState, StartedDrafts, Wanted
 from mlx_paged.engine.speculation.paged_drafter import PagedDrafter
 from mlx_paged.engine.speculation.rounds import Member
 
@@ -93,7 +93,7 @@ class HeadDrafter(PagedDrafter):
 
     def flush(self) -> None:
         """See `Drafter`."""
-        self._compute({})
+        self._compute(())
 
     def reset(self) -> None:
         """See `Drafter`."""
@@ -103,27 +103,41 @@ class HeadDrafter(PagedDrafter):
 
     # Drafting.
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
-        """See `Drafter`. A sequence that was not in the last step gets none."""
-        found = self._compute({each.seq.seq_id: each for each in wanted})
-        return [found.get(each.seq.seq_id) for each in wanted]
+    def begin(self, wanted: Sequence[Wanted]) -> StartedDrafts:
+        """See `Drafter`. A sequence that was not in the last step gets no drafts."""
+        return self._compute(wanted)
 
-    def _compute(self, wanted: dict[int, Wanted]) -> dict[int, Draft]:
+    def _compute(self, wanted: Sequence[Wanted]) -> StartedDrafts:
         """Computes the rows of the last step, and drafts for some of its sequences."""
         rows, hidden = list(self._rows.values()), self._hidden
         self._rows, self._hidden = {}, None
         if hidden is None or not rows:
-            return {}
+            return StartedDrafts(lambda: [None] * len(wanted))
         rows.sort(key=lambda each: len(each.token_ids))
-        members = [self._member(each, wanted.get(each.seq.seq_id)) for each in rows]
+        members = self._members(rows, wanted)
         at = [np.arange(each.first, each.first + len(each.token_ids)) for each in rows]
         [places] = ops.upload(np.concatenate(at).astype(np.int32))
-        self._run.run(members, hidden[places])
-        return {
-            member.seq.seq_id: Draft(len(member.seq.tokens), member.usable, self.kind(member.seq))
+        rounds = self._run.launch(members, hidden[places])
+
+        def finish() -> list[Draft | None]:
+            rounds.read()
+            return self._found(members, wanted)
+
+        return StartedDrafts(finish, rounds.in_flight())
+
+    def _found(self, members: Sequence[Member], wanted: Sequence[Wanted]) -> list[Draft | None]:
+        """The drafts of the wanted sequences. The first follows the newest token, which no round
+        of a head counts."""
+        found = {
+            member.seq.seq_id: Draft(member.end + 1, usable, self.kind(member.seq))
             for member in members
-            if member.usable
+            if (usable := member.usable)
         }
+        return [found.get(each.seq.seq_id) for each in wanted]
+
+    def _members(self, rows: Sequence[_Rows], wanted: Sequence[Wanted]) -> list[Member]:
+        by_id = {each.seq.seq_id: each for each in wanted}
+        return [self._member(each, by_id.get(each.seq.seq_id)) for each in rows]
 
     def _member(self, rows: _Rows, wanted: Wanted | None) -> Member:
         seq, table, max_drafts = rows.seq, rows.table, 0

@@ -20,7 +20,7 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
 from mlx_paged.engine.speculation.acceptance import Draft
 from mlx_paged.engine.speculation.contents import BlockContents, Followed
-from mlx_paged.engine.speculation.drafter import DraftState, Wanted
+from mlx_paged.engine.speculation.drafter import DraftState, StartedDrafts, Wanted
 from mlx_paged.engine.speculation.paged_drafter import PagedDrafter
 from mlx_paged.engine.speculation.rounds import Member
 
@@ -82,7 +82,7 @@ class ModelDrafter(PagedDrafter):
 
     # Drafting.
 
-    def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+    def begin(self, wanted: Sequence[Wanted]) -> StartedDrafts:
         """See `Drafter`."""
         members: list[Member] = []
         for seq, state, max_drafts in wanted:
@@ -99,15 +99,20 @@ class ModelDrafter(PagedDrafter):
             self._contents.record(followed, member.seq.tokens, member.begin, member.end)
             if member.max_drafts:
                 self._contents.overwritten(followed, member.end + member.max_drafts - 1)
-        self._run.run([member for _, member in computed])
-        found: list[Draft | None] = [None] * len(wanted)
-        for place, member in computed:
-            if member.max_drafts:
-                followed = _followed(wanted[place].state)
-                followed.drafted, followed.drafted_from = tuple(member.drafts[:-1]), member.end
-            if member.usable:
-                found[place] = Draft(member.end, member.usable, self.kind(member.seq))
-        return found
+        rounds = self._run.launch([member for _, member in computed])
+
+        def finish() -> list[Draft | None]:
+            rounds.read()
+            found: list[Draft | None] = [None] * len(wanted)
+            for place, member in computed:
+                if member.max_drafts:
+                    followed = _followed(wanted[place].state)
+                    followed.drafted, followed.drafted_from = tuple(member.drafts[:-1]), member.end
+                if member.usable:
+                    found[place] = Draft(member.end, member.usable, self.kind(member.seq))
+            return found
+
+        return StartedDrafts(finish, rounds.in_flight())
 
     def _first_round(self, members: Sequence[Member]) -> list[tuple[int, Member]]:
         """Chooses (index, sequence) of the first round: those with the fewest tokens, and of the

@@ -12,9 +12,9 @@ from mlx_paged.core import BlockCopy, StepBatch
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
-from mlx_paged.engine.speculation.acceptance import Source, kind_of
+from mlx_paged.engine.speculation.acceptance import Draft, Source, kind_of
 from mlx_paged.engine.speculation.costs import StepCosts
-from mlx_paged.engine.speculation.drafter import Drafter
+from mlx_paged.engine.speculation.drafter import Drafter, StartedDrafts, Wanted
 from mlx_paged.engine.speculation.rounds import DraftRounds
 
 _GREEDY, _SAMPLED = kind_of(Source.MODEL, 1), kind_of(Source.MODEL, 2)
@@ -58,6 +58,14 @@ class PagedDrafter(Drafter):
     def kind(self, seq: CoreSequence) -> int:
         """See `Price`."""
         return kind_of_model(seq)
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
+        """See `Drafter`."""
+        return self.begin(wanted).finish()
+
+    def begin(self, wanted: Sequence[Wanted]) -> StartedDrafts:
+        """See `Drafter`."""
+        raise NotImplementedError
 
     def launched(self, batch: StepBatch) -> None:
         """See `Drafter`. A block that the model copies is copied before the next draft."""

@@ -2,7 +2,8 @@
 
 The first round computes known tokens and samples, each further round computes the draft before,
 which stays on the device. A round is a step of a second `ModelRunner`, whose pools have the block
-ids of the model's full attention.
+ids of the model's full attention. The model's own step can follow before any draft is read
+(`LaunchedDrafts.in_flight`).
 
 Drafts are sampled as the model samples: with the same parameters, and the noise of the same seed
 and position. So a draft model that agrees with the model about the probabilities also draws the
@@ -35,6 +36,7 @@ from mlx_paged.engine.sampling.logits_processors import (
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.speculation.launched_drafts import LaunchedDrafts
 from mlx_paged.engine.step_columns import edits_of
 
 _MAX_ORDERED_ROWS = 16  # of a sequence
@@ -81,15 +83,6 @@ def usable_drafts(drafts: Sequence[int], seq: CoreSequence) -> tuple[int, ...]:
     return tuple(drafts)
 
 
-@dataclass(frozen=True)
-class _Round:
-    """A round that was launched."""
-
-    launched: LaunchedStep
-    members: list[Member]  # that sample
-    places: list[int]  # of their drafts among the sampled tokens
-
-
 class DraftRounds:
     """Runs rounds.
 
@@ -131,11 +124,11 @@ class DraftRounds:
             self.runner.model.copy_blocks(pairs)
         self._copies.clear()
 
-    def run(self, members: Sequence[Member], features: mx.array | None = None) -> None:
-        """Runs all rounds, and fills `Member.drafts`. Waits for them if there are drafts.
+    def launch(self, members: Sequence[Member], features: mx.array | None = None) -> LaunchedDrafts:
+        """Launches all rounds.
 
         The edits of a draft's logits depend on the drafts before it. If there are any, the host
-        reads each round before the next one.
+        reads each round before the next one, and nothing is left to read.
 
         Args:
             members: Sequences with few tokens first.
@@ -147,30 +140,30 @@ class DraftRounds:
         edited = [member.seq for member in drafting if member.seq.sampler.has_edits]
         self._masks.watch(edited)
         is_read = bool(edited)
-        rounds: list[_Round] = []
+        drafts, number = LaunchedDrafts(), 0
         previous: LaunchedStep | None = None
         members = list(members)
         while members:
-            number = len(rounds)
             batch = self._batch(members, number, is_read=is_read)
             previous = self.runner.launch(batch, None if is_read else previous, features)
             sampled = [member for member in members if member.max_drafts]
             ends = np.cumsum([n for n in batch.num_samples() if n]).tolist()
             for member, end in zip(sampled, ends):
                 member.newest = end - 1
-            rounds.append(_Round(previous, sampled, [member.newest for member in sampled]))
+            places = [member.newest for member in sampled]
+            drafts.add(previous.tokens, previous.reported, sampled, places)
             if is_read:
-                _read(rounds[-1:])
+                drafts.read()
+            number += 1
             going_on = [
                 member
                 for member in sampled
-                if member.max_drafts > number + 1 and (not is_read or member.drafts[-1] >= 0)
+                if member.max_drafts > number and (not is_read or member.drafts[-1] >= 0)
             ]
             if features is not None and going_on:
                 features = _features_after(previous, members, going_on)
             members = going_on
-        if drafting and not is_read:
-            _read(rounds)
+        return drafts
 
     def _batch(self, members: list[Member], number: int, *, is_read: bool) -> StepBatch:
         """The batch of a round.
@@ -280,12 +273,3 @@ def _features_after(
     last = {id(member): end - 1 for member, end in zip(members, ends.tolist())}
     [rows] = ops.upload(np.array([last[id(member)] for member in going_on], dtype=np.int32))
     return launched.hidden[rows]
-
-
-def _read(rounds: Sequence[_Round]) -> None:
-    """Waits for rounds, and gives each sequence its drafts."""
-    mx.eval(*(each.launched.reported for each in rounds))
-    for each in rounds:
-        reported = np.array(each.launched.reported)
-        for member, place in zip(each.members, each.places):
-            member.drafts.append(int(reported[place]))

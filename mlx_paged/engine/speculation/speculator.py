@@ -5,6 +5,10 @@ been read, because drafts begin after a known token. Otherwise steps overlap as 
 and the speculator only watches: it compares drafts that were never verified with the tokens that
 came, so that it knows when to begin. A model's drafts cost time, so none are made to be watched. It
 expects of them what they brought before, and forgets that little by little.
+
+A model's drafts stay on the device: the step that verifies them is launched while the model still
+makes them, and the host reads both at once. In between, the scheduler and the batch have 0 in their
+places. Now and then the host waits for the drafts, to learn what they cost.
 """
 
 from __future__ import annotations
@@ -14,16 +18,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlx_paged.core import Scheduler, SchedulerOutput, StepBatch
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.faults import reason_of
+from mlx_paged.engine.input_tokens import DraftsInFlight
 from mlx_paged.engine.speculation.acceptance import Acceptance, Draft, Source, kind_of, source_of
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.costs import Costs
-from mlx_paged.engine.speculation.drafter import Drafter, DraftState, Wanted
+from mlx_paged.engine.speculation.drafter import Drafter, DraftState, StartedDrafts, Wanted
 from mlx_paged.engine.speculation.ledger import Ledger
 from mlx_paged.engine.speculation.predicted import PredictedAnswer
 from mlx_paged.engine.stats import SpecDecodingStats
@@ -39,6 +45,8 @@ _GAIN_WEIGHT = 0.25
 _MAX_ROWS = 256
 # Share of the time that looks may take.
 _LOOK_SHARE = 0.005
+# Of so many rounds of drafts with a price, one is waited for and measured.
+_MEASURED_ONCE_IN = 8
 # A sequence is expected to go on for as many tokens as its answer has, and for these at least.
 _MIN_FUTURE = 16
 
@@ -61,6 +69,13 @@ class _Proposal:
     seconds: float = 0.0
 
 
+class _Started(NamedTuple):
+    """Drafts that are in flight, and the sequences that they are for."""
+
+    drafts: StartedDrafts
+    wanted: list[Wanted]
+
+
 class Speculator:
     """Proposes drafts for the sequences of a scheduler.
 
@@ -71,6 +86,7 @@ class Speculator:
         costs: How long steps take, see `Costs`; None verifies all drafts.
         max_rows: Drafts make no step larger than this, because products of more rows may have
             other sums.
+        reads_drafts: True if the host must know all drafts of a step before its launch.
         clock: Seconds of a monotonic clock.
 
     Attributes:
@@ -86,6 +102,7 @@ class Speculator:
         *,
         lookup: Drafter | None = None,
         max_rows: int | None = None,
+        reads_drafts: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config
@@ -93,10 +110,13 @@ class Speculator:
         self._lookup = lookup
         self._costs = costs if config.adaptive else None
         self._max_rows = _MAX_ROWS if max_rows is None else min(max_rows, _MAX_ROWS)
+        self._reads_drafts = reads_drafts
         self._clock = clock
         self._acceptance = Acceptance()
         # Drafts whose tokens came, to be compared while the next step runs.
         self._unsettled: list[tuple[Draft, CoreSequence, DraftState]] = []
+        self._started: _Started | None = None
+        self._num_begun = 0  # rounds of drafts with a price
         self._gain = 1.0  # expected tokens per second, relative to no drafts
         self._ledger = Ledger()
         self._until_look = 1  # steps
@@ -112,6 +132,7 @@ class Speculator:
         """Forgets the step before, because an exception may have interrupted it."""
         self._committed_at, self._drafting = None, 0.0
         self._unsettled.clear()
+        self._started = None
         for drafter in self._drafters:
             self._call(drafter.reset)
 
@@ -132,6 +153,7 @@ class Speculator:
 
     def propose(self, scheduler: Scheduler) -> None:
         """Gives drafts to the running sequences. No step is in flight."""
+        self._finish_drafts()
         ready: list[CoreSequence] = []
         for seq in scheduler.running:
             num_left = len(seq.tokens) - seq.num_scheduled_tokens
@@ -164,14 +186,74 @@ class Speculator:
                     chosen.append((proposal, Wanted(seq, state, most)))
         if not chosen:
             return
-        began = self._clock()
-        drafts = self._draft(self._drafter, [wanted for _, wanted in chosen])
-        self._drafting = self._clock() - began
         self._num_watched = 0
-        for (proposal, wanted), draft in zip(chosen, drafts):
-            proposal.draft = wanted.state.pending = draft
+        all_wanted = [wanted for _, wanted in chosen]
+        began = self._clock()
+        try:
+            started = self._drafter.begin(all_wanted)
+        except Exception as error:
+            self._give_up(error)
+            return
+        if started.in_flight is not None and not self._must_read():
+            self._started = _Started(started, all_wanted)
+            self._drafting = self._expected_seconds(all_wanted)
+            places = started.in_flight.places
+            for proposal, wanted in chosen:
+                if count := len(places.get(wanted.seq.seq_id, ())):
+                    proposal.draft = Draft(len(wanted.seq.tokens), (0,) * count, proposal.kind)
+            return
+        drafts = self._finish(started, all_wanted)
+        self._drafting = self._clock() - began
+        for (proposal, _), draft in zip(chosen, drafts):
+            proposal.draft = draft
         if all(proposal.seconds == 0 for proposal, _ in chosen):
-            self._learn_price([wanted for _, wanted in chosen])
+            self._learn_price(all_wanted)
+
+    def _must_read(self) -> bool:
+        """True if the host waits for the drafts that were begun."""
+        if self._costs is None:
+            return self._reads_drafts
+        price = self._drafter.price
+        is_measured = self._num_begun % _MEASURED_ONCE_IN == 0
+        self._num_begun += 1
+        return self._reads_drafts or is_measured or price is None or price.rounds is None
+
+    def _finish(self, started: StartedDrafts, all_wanted: list[Wanted]) -> list[Draft | None]:
+        """Waits for drafts. Errors end speculation, and nothing else."""
+        try:
+            drafts = started.finish()
+        except Exception as error:
+            self._give_up(error)
+            return [None] * len(all_wanted)
+        for wanted, draft in zip(all_wanted, drafts):
+            wanted.state.pending = draft
+        return drafts
+
+    def take_in_flight(self) -> DraftsInFlight | None:
+        """Returns the drafts that the step planned last verifies and that the host does not know;
+        None if there are none."""
+        if self._started is None:
+            return None
+        for wanted in self._started.wanted:
+            wanted.seq.draft_token_ids = ()  # of sequences that the step could not take
+        return self._started.drafts.in_flight
+
+    def _finish_drafts(self) -> None:
+        """Reads drafts that were in flight."""
+        if self._started is not None:
+            drafts, all_wanted = self._started
+            self._started = None
+            self._finish(drafts, all_wanted)
+
+    def _expected_seconds(self, drafted: list[Wanted]) -> float:
+        """What a round of drafts should take."""
+        context_len = sum(len(each.seq.tokens) for each in drafted) / len(drafted)
+        counts = Counter(
+            number
+            for each in drafted
+            for number in range(1 if self._drafts_at_once else each.max_drafts)
+        )
+        return sum(self._round_seconds(count, context_len) for count in counts.values())
 
     def _draft(self, drafter: Drafter, wanted: list[Wanted]) -> list[Draft | None]:
         """Asks a drafter. Its errors end speculation, and nothing else."""
@@ -372,6 +454,7 @@ class Speculator:
             token_ids: The tokens that each sequence gained.
             hidden: See `StepResult`.
         """
+        self._finish_drafts()
         batch = output.batch
         has_drafts = batch.has_drafts
         if has_drafts:
@@ -443,6 +526,9 @@ class Speculator:
         num_drafts = drafted = 0
         positions = [0] * self._config.max_drafts
         for seq, count, gained in zip(output.sequences, output.batch.num_drafts, token_ids):
+            state: DraftState | None = seq.drafts
+            if state is not None and state.pending is not None:
+                count = min(count, len(state.pending.tokens))  # Others follow the end of an answer.
             if not count or not gained:
                 continue
             num_drafts += 1
@@ -450,10 +536,10 @@ class Speculator:
             own = min(count, len(gained) - 1)
             for place in range(own):
                 positions[place] += 1
-            state = seq.request.state
-            if state is not None:
-                state.output.num_accepted_drafts += own
-                state.output.num_rejected_drafts += count - own
+            request = seq.request.state
+            if request is not None:
+                request.output.num_accepted_drafts += own
+                request.output.num_rejected_drafts += count - own
         self.stats = self.stats.plus(num_drafts, drafted, positions)
 
 

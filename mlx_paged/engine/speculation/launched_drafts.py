@@ -1,0 +1,79 @@
+"""LaunchedDrafts: drafts that a model makes on the device, before the host has read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.core import Sequence as CoreSequence
+from mlx_paged.engine.input_tokens import DraftsInFlight
+
+
+class Drafted(Protocol):
+    """A sequence that is drafted for.
+
+    Attributes:
+        drafts: The result. A draft of -1 could not be sampled.
+    """
+
+    drafts: list[int]
+
+    @property
+    def seq(self) -> CoreSequence: ...
+
+
+class _Part(NamedTuple):
+    """Drafts of some sequences, sampled together. See `LaunchedDrafts.add`."""
+
+    tokens: mx.array
+    reported: mx.array
+    members: Sequence[Drafted]
+    places: Sequence[int]
+
+
+class LaunchedDrafts:
+    """Drafts that were launched. Those of a sequence are added in order."""
+
+    def __init__(self) -> None:
+        self._parts: list[_Part] = []
+
+    def add(
+        self,
+        tokens: mx.array,
+        reported: mx.array,
+        members: Sequence[Drafted],
+        places: Sequence[int],
+    ) -> None:
+        """Adds drafts that are sampled together.
+
+        Args:
+            tokens: ``[num_sampled]`` int32, all of them tokens of the model.
+            reported: The same for the host, -1 where none could be sampled.
+            members: The sequence of each draft.
+            places: The index of each draft in both.
+        """
+        self._parts.append(_Part(tokens, reported, members, places))
+
+    def in_flight(self) -> DraftsInFlight | None:
+        """The drafts as inputs of a step; None if there are none, or if they have been read."""
+        found: dict[int, list[int]] = {}
+        offset = 0
+        for tokens, _, members, places in self._parts:
+            for member, place in zip(members, places):
+                found.setdefault(member.seq.seq_id, []).append(offset + place)
+            offset += tokens.size
+        if not found:
+            return None
+        return DraftsInFlight(mx.concatenate([part.tokens for part in self._parts]), found)
+
+    def read(self) -> None:
+        """Waits for the drafts, and appends them to those of their sequences."""
+        parts, self._parts = [part for part in self._parts if part.members], []
+        mx.eval(*(part.reported for part in parts))
+        for _, reported, members, places in parts:
+            tokens = np.array(reported)
+            for member, place in zip(members, places):
+                member.drafts.append(int(tokens[place]))
