@@ -96,6 +96,7 @@ void bind_extension(nb::module_& m) {
   nb::module_::import_("mlx.core");
   m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
   bind_allocation(m);
+  bind_distributed(m);
   bind_kernel_ops(m);
   bind_layer_ops(m);
   bind_gpu_executable(m);

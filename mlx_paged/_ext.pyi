@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import mlx.core
+import mlx.core.distributed
 import numpy
 from numpy.typing import NDArray
 from typing_extensions import CapsuleType
@@ -17,6 +18,11 @@ def allocator_function() -> int:
 def make_room() -> None:
     """
     Waits for the CPU's streams and frees MLX's cache. Streams keep their errors.
+    """
+
+def join_group(backend: str) -> mlx.core.distributed.Group:
+    """
+    Connects this process to those that the environment names, as a new group. Waits without the interpreter's lock until all of them have come.
     """
 
 def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, slot_mapping: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...

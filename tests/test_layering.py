@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "content": (),
     "addresses": (),
+    "environment": (),
     "blas": ("linker",),
     "linker": (),
     "cgroups": (),
@@ -64,7 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("child_jobs", "wheels", "extension", "kernels", "executables", "ops", "plain_ops"),
         *("platform", "model", "reference"),
     ),
-    "multimodal": ("addresses", "content", "core", "model", "platform"),
+    "multimodal": ("addresses", "content", "core", "environment", "model", "platform"),
     "templates": (),
     "parsing": ("templates",),
     "engine": (
@@ -74,6 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "checksum",
         "content",
         "core",
+        "environment",
         "macos",
         "multimodal",
         "offload",
@@ -452,6 +454,7 @@ def test_only_the_bindings_know_python() -> None:
     assert users == {
         "allocation.cpp",
         "bindings.cpp",
+        "distributed.cpp",
         "layer_ops.cpp",
         "module.cpp",
         "ops.cpp",

@@ -24,6 +24,7 @@ from mlx_paged.cli.options import (
     Model,
     ModelDType,
     OffloadingOptions,
+    PipelineParallelSize,
     SamplingOptions,
     Speculative,
     SystemPrompt,
@@ -48,7 +49,8 @@ _OF_BATCH = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
      "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
-     "tensor_parallel_size", "kv_offloading_size", "kv_offload_dir", "kv_offload_gib", "progress"}
+     "tensor_parallel_size", "pipeline_parallel_size", "kv_offloading_size", "kv_offload_dir",
+     "kv_offload_gib", "progress"}
 )  # fmt: skip
 _ONLY_BATCH = ("output", "overwrite", "served_model_name", "runner")
 _GREEDY = SamplingOptions(
@@ -150,6 +152,7 @@ def generate(
     speculative_config: Speculative = None,
     adapter_path: AdapterPath = None,
     tensor_parallel_size: TensorParallelSize = 1,
+    pipeline_parallel_size: PipelineParallelSize = 1,
     offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Answer prompts, or the requests of a batch file, many at once.
@@ -171,6 +174,7 @@ def generate(
         "kv_cache_dtype": kv_cache_dtype,
         "cpu_activations": cpu_activations,
         "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
         **given(
             max_model_len=max_model_len,
             kv_cache_memory=kv_cache_memory,

@@ -162,6 +162,11 @@ TensorParallelSize = Annotated[
     int,
     option(ENGINE, RANKS_HELP, "--tensor-parallel-size", "-tp", min=1, callback=follow_first),
 ]
+STAGES_HELP = "Give each of this many devices some of the layers, which saves memory, not time."
+PipelineParallelSize = Annotated[
+    int,
+    option(ENGINE, STAGES_HELP, "--pipeline-parallel-size", "-pp", min=1, callback=follow_first),
+]
 DTYPE_HELP = "Data type of the weights. auto: as stored, float32 on the CPU."
 ModelDType = Annotated[DType, option(ENGINE, DTYPE_HELP)]
 # Changes of a real model's perplexity: bench/results/kv_quality-smollm2*.json.

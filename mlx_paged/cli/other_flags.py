@@ -77,7 +77,7 @@ _HINTS: dict[str, str] = {
     "--num-draft-tokens": _DRAFT_MODEL,
     "--offline": "set HF_HUB_OFFLINE=1, or give a directory",
     "--paged-cache-block-size": "it is --block-size here",
-    "--pipeline": "--tensor-parallel-size divides every layer among machines (docs/distributed.md)",
+    "--pipeline": "--pipeline-parallel-size gives each device some layers (docs/distributed.md)",
     "--prefill-batch-size": _CHUNKS,
     "--prefill-step-size": _CHUNKS,
     "--prefix-cache-size": _MEMORY,

@@ -27,7 +27,7 @@ from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
 from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.pressure import MemoryPressure
-from mlx_paged.engine.ranks.lead import LeadRunner, Ranks
+from mlx_paged.engine.ranks.lead import LeadPoolingRunner, LeadRunner, Ranks
 from mlx_paged.engine.relief import Relief
 from mlx_paged.engine.roles.ends import ends_of
 from mlx_paged.engine.runner import ModelRunner
@@ -367,8 +367,9 @@ def _runner(
             orders_all=config.speculative_config is not None,
         )
     assert pooler.pooling_type is not None
+    pools = PoolingRunner if ranks is None else partial(LeadPoolingRunner, ranks=ranks)
     try:
-        runner = PoolingRunner(paged, pooler.pooling_type, windows=kv_config.windows)
+        runner = pools(paged, pooler.pooling_type, windows=kv_config.windows)
     except ValueError as error:
         raise UnsupportedModelError(model.model_type, str(error)) from error
     check_dimensions_fit("pooler_config.dimensions", pooler.dimensions, runner.hidden_size)

@@ -51,7 +51,7 @@ class EngineConfig:
         tensor_parallel_size: Number of ranks that share the model's layers, each with a process and
             a device of its own, see docs/distributed.md (vLLM's name).
         pipeline_parallel_size: Number of ranks that each have consecutive whole layers (vLLM's
-            name). It saves memory, not time. One of the two sizes is 1.
+            name). It saves memory, not time. With both sizes, their product is the number of ranks.
         pooler_config: How to pool texts: a `PoolerConfig`, or a mapping with its fields. None uses
             the model's own settings. Only for the pooling runner.
         hf_overrides: vLLM's way to mark a model as a reranker: a mapping with
@@ -424,15 +424,11 @@ class EngineConfig:
     @property
     def ranks_option(self) -> str:
         """The option that asks for several ranks, for errors."""
-        return (
-            "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
-        )
+        names = ("tensor_parallel_size", "pipeline_parallel_size")
+        return " * ".join(name for name in names if getattr(self, name) > 1) or names[0]
 
     def _check_ranks(self) -> None:
         option = self.ranks_option
-        if 1 not in (self.tensor_parallel_size, self.pipeline_parallel_size):
-            expected = "1 where tensor_parallel_size is above 1"
-            raise InvalidParameterError(option, expected, self.pipeline_parallel_size)
         if self.num_ranks > _MAX_RANKS:
             raise InvalidParameterError(option, f"at most {_MAX_RANKS}", self.num_ranks)
         if self.num_ranks == 1:
@@ -440,7 +436,6 @@ class EngineConfig:
         speculative = self.speculative_config
         method = speculative.method if isinstance(speculative, SpeculativeConfig) else None
         for name, is_refused in (
-            ("runner", self.runner == "pooling"),
             ("kv_offloading_size", self.kv_offloading_size is not None),
             ("kv_offload_dir", self.kv_offload_dir is not None),
             ("role", self.role is not None),
@@ -448,7 +443,7 @@ class EngineConfig:
         ):
             if is_refused:
                 default = type(self).__dataclass_fields__[name].default
-                expected = "'generate'" if name == "runner" else repr(default)
+                expected = repr(default)
                 if name == "speculative_config":
                     expected = f"a method other than {', '.join(HEADS)}"
                 expected += f" where {option} is above 1"

@@ -59,6 +59,7 @@ from mlx_paged.model.plan import (
     int32,
 )
 from mlx_paged.model.recurrent import RecurrentCache
+from mlx_paged.model.sharding import Division
 from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.model.taps import Taps
 from mlx_paged.ops import AttentionPlan
@@ -276,7 +277,15 @@ class PagedModel:
         stage.limit(self.model, self._context)
 
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`."""
+        """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`.
+
+        Raises:
+            ValueError: Other ranks have some of them.
+        """
+        path = next(p for p, m in self.model.named_modules() if m is self._output_rows.module)
+        part = Division.of(self.model).parts.get(path)
+        if part is not None and len(part.outputs) < part.whole[1]:
+            raise ValueError(f"its output projection {path!r} is divided among ranks")
         return self._output_rows.weights_of(token_ids)
 
     # Adapters.

@@ -13,6 +13,7 @@ former. So every rank has as many collectives, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,7 +98,8 @@ def divide_layers(model: nn.Module, config: Mapping[str, Any], group: mx.distrib
     Where layers cannot be divided evenly, the first ranks have one more.
 
     Args:
-        model: An mlx-lm model. Its modules are changed in place.
+        model: An mlx-lm model, or this rank's part of each of its layers. Its modules are changed
+            in place.
         config: Its ``config.json``.
 
     Raises:
@@ -115,7 +117,7 @@ def divide_layers(model: nn.Module, config: Mapping[str, Any], group: mx.distrib
         _drop_weights(layer)
     dropped = {id(module) for layer in others for module in layer.modules()}
     paths = (path for path, module in linear_layers(model).items() if id(module) in dropped)
-    model.division = Division(elsewhere=frozenset(paths))
+    model.division = replace(Division.of(model), elsewhere=frozenset(paths))
     model.stage = stage
 
 

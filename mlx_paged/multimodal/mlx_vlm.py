@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from types import ModuleType
+
+from mlx_paged.environment import kept_environment
 
 #: The version that the tables of families were verified with.
 MLX_VLM_VERSION = "0.7.10"
@@ -43,13 +44,5 @@ def import_mlx_vlm() -> ModuleType:
     from transformers.utils import logging
 
     logging.get_verbosity()  # This reads the variables, once for the process.
-    names = ("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    before = {name: os.environ.get(name) for name in names}
-    try:
+    with kept_environment(("TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")):
         return importlib.import_module("mlx_vlm")
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -18,7 +16,6 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 # isort: split
 import pytest
 from support.models import embedded_twin
-from support.ports import free_ports
 
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -167,21 +164,42 @@ def test_a_process_that_loads_waits_for_no_answers(
         assert ended.wait(SECONDS)
 
 
-def test_a_process_does_not_wait_forever_for_a_rank_that_is_gone(tmp_path: Path) -> None:
-    """MLX waits in C++, and keeps the interpreter's lock."""
-    hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
-    code = (
-        "from mlx_paged.engine.ranks import launch; launch._TO_JOIN = 0.1; launch.join({}, 'ring')"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "MLX_RANK": "0", "MLX_HOSTFILE": str(hosts),
-             "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True, text=True, timeout=SECONDS,
-    )  # fmt: skip
-    assert process.returncode == 1
-    assert "Timeout" in process.stderr and "in join" in process.stderr
+def test_rank_0_waits_for_others_that_may_end(two: tuple[Group, list[Other]]) -> None:
+    group, others = two
+    assert group.wait(lambda: 7) == 7
+    with pytest.raises(EngineDeadError, match="rank 2 of 3 ended"):
+        group.wait(partial(waiting_for_no_one, others[1].end))
+
+
+def waiting_for_no_one(begin: Callable[[], object]) -> None:
+    begin()
+    threading.Event().wait(SECONDS)
+    raise AssertionError("the wait went on")
+
+
+def test_rank_0_does_not_wait_forever(
+    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "_TO_CONNECT", 0.01)
+    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
+    group, _ = two
+    ended = threading.Event()
+    with pytest.raises(EngineDeadError, match="the ranks did not connect within"):
+        group.wait(ended.wait)
+    ended.set()
+
+
+def test_what_fails_while_rank_0_waits(
+    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
+    group, _ = two
+
+    def fail() -> None:
+        raise RuntimeError("[ring] Couldn't bind socket")
+
+    with pytest.raises(EngineDeadError, match="rank 0 of 3 failed: RuntimeError: "):
+        group.wait(fail)
 
 
 # --- Engines --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,14 @@ from support.rank_driver import answers
 
 from mlx_paged import LLM
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.ranks import launch
+from mlx_paged.engine.ranks.life import Follower
 from mlx_paged.engine.ranks.start import make_engine
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import EngineDeadError, InvalidParameterError
 
 TESTS = Path(__file__).parents[1]
+# Requests for four ranks, which wait for each other actively, and are more than CI has cores.
+FEW = 4
 # For events that come within ten seconds, unless other tests take the cores.
 SECONDS = 90
 OPTIONS: dict[str, Any] = {
@@ -46,14 +51,19 @@ QUANTIZED = {
 class Driver:
     """Rank 0 in a process, see `support.rank_driver`."""
 
-    def __init__(self, model: Path, options: dict[str, Any], **environment: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        options: dict[str, Any],
+        num_requests: int | None = None,
+        **environment: str,
+    ) -> None:
+        given = {"model": str(model), "adapters": adapters_of(model), "options": options}
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 str(TESTS / "support" / "rank_driver.py"),
-                json.dumps(
-                    {"model": str(model), "adapters": adapters_of(model), "options": options}
-                ),
+                json.dumps({**given, "requests": num_requests}),
             ],
             env={
                 **os.environ,
@@ -186,8 +196,8 @@ def stages(three_layers: Path) -> Iterator[Driver]:
 
 
 @contextlib.contextmanager
-def started(model: Path, options: dict[str, Any], **environment: str) -> Iterator[Driver]:
-    driver = Driver(model, options, **environment)
+def started(model: Path, options: dict[str, Any], *given: Any, **more: Any) -> Iterator[Driver]:
+    driver = Driver(model, options, *given, **more)
     try:
         yield driver.start()
     finally:
@@ -195,9 +205,9 @@ def started(model: Path, options: dict[str, Any], **environment: str) -> Iterato
         driver.process.wait()
 
 
-def alone(model: Path, options: dict[str, Any]) -> dict[str, Any]:
+def alone(model: Path, options: dict[str, Any], *given: Any) -> dict[str, Any]:
     """The answers of one rank."""
-    found = answers(make_engine(model, EngineConfig(**options)), adapters_of(model))
+    found = answers(make_engine(model, EngineConfig(**options)), adapters_of(model), *given)
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -235,25 +245,29 @@ def test_drafts_and_quantized_keys_on_more_ranks_than_kv_heads(
 ) -> None:
     """One KV head on both ranks, with drafts, and with keys and values in 8 bits."""
     check_quantized(one_head, other.answers)
+    assert other.answers["accepted"] > 0
 
 
-@pytest.mark.long
-def test_four_ranks(model: Path) -> None:
-    """The same with two KV heads on four ranks. None outlives a killed rank 0."""
-    with started(model, {**QUANTIZED, "tensor_parallel_size": 4}) as driver:
-        check_quantized(model, driver.answers)
-        driver.generate()
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.one_in(3)), 2])
+def test_four_ranks(num_stages: int, three_layers: Path) -> None:
+    """Two KV heads on four ranks that share all layers, or on two that share each stage. None
+    outlives a killed rank 0."""
+    sizes = {"tensor_parallel_size": 4 // num_stages, "pipeline_parallel_size": num_stages}
+    with started(three_layers, {**QUANTIZED, **sizes}, FEW) as driver:
+        check_quantized(three_layers, driver.answers, FEW)
+        assert driver.answers["num_pools"] == (6 if num_stages == 1 else 4)
         assert len(driver.pids) == 3 and all(map(is_alive, driver.pids))
         driver.process.kill()
         wait_for_end(driver.pids)
 
 
-def check_quantized(model: Path, found: dict[str, Any]) -> None:
-    wanted = alone(model, QUANTIZED)
-    assert wanted["accepted"] > 0
-    for name in ("tokens", "finish_reasons", "accepted"):
+def check_quantized(model: Path, found: dict[str, Any], *given: Any) -> None:
+    wanted = alone(model, QUANTIZED, *given)
+    assert wanted["recoveries"] == 1
+    for name in ("tokens", "finish_reasons", "recoveries", "accepted"):
         assert found[name] == wanted[name], name
     assert found["num_kv_heads"] == 1
+    assert found["foreign"] == {}
 
 
 @pytest.mark.parametrize("kind", ["two", "stages"])
@@ -273,26 +287,68 @@ def test_no_rank_outlives_a_killed_rank_0(other: Driver) -> None:
     wait_for_end(other.pids)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "pooling_type"),
+    [
+        pytest.param({"tensor_parallel_size": 2}, "MEAN", marks=pytest.mark.one_in(2)),
+        ({"pipeline_parallel_size": 2}, "LAST"),
+    ],
+)
+def test_embeddings_are_those_of_one_rank(
+    sizes: dict[str, int], pooling_type: str, model: Path
+) -> None:
+    """In steps of parts of prompts, some of which pool nothing, and with cached beginnings."""
+    stem = list(range(10, 50))
+    prompts: list[list[int]] = [[5], [*stem, 1], [*stem, 2, 3], list(range(100, 170))]
+    found = []
+    for more in ({}, sizes):
+        pooler = {"pooling_type": pooling_type}
+        options = {"max_num_batched_tokens": 24, "block_size": 8, "num_gpu_blocks_override": 40}
+        llm = LLM(model, runner="pooling", pooler_config=pooler, **options, **more)
+        found.append([output.outputs.embedding for output in llm.embed(prompts)])
+        del llm  # The next one may have ranks, too.
+    for one, several in zip(*found, strict=True):
+        assert several == pytest.approx(one, abs=1e-5)
+
+
+def test_a_rank_that_is_killed_when_it_connects(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait inside MLX by then. Rank 0 raises, and may start ranks again."""
+    monkeypatch.setattr(launch, "_PROCESS", "support.dying_rank")
+    others: list[Follower] = []
+
+    def started(*given: Any) -> Follower:
+        others.append(Follower(*given))
+        return others[-1]
+
+    monkeypatch.setattr(launch, "Follower", started)
+    config = EngineConfig(tensor_parallel_size=3)
+    with pytest.raises(EngineDeadError, match="rank 1 of 3 was ended by SIGKILL"):
+        make_engine(model, config)
+    ended = [other.process.poll() for other in others if other.process is not None]
+    assert ended[0] == -signal.SIGKILL and len(ended) == 2 and None not in ended
+    assert "MLX_RANK" not in os.environ
+
+
 # --- Refusals -------------------------------------------------------------------------------------
 
 
 def test_what_does_not_run_on_several_ranks_is_refused_by_name() -> None:
-    for name, value, expected in (
-        ("runner", "pooling", "'generate'"),
-        ("kv_offloading_size", 1.0, "None"),
-    ):
+    for name, value in (("kv_offloading_size", 1.0), ("kv_offload_dir", "blocks")):
         with pytest.raises(InvalidParameterError) as caught:
             EngineConfig(tensor_parallel_size=2, **{name: value})
         assert caught.value.field == name
         assert str(caught.value).startswith(
-            f"{name} must be {expected} where tensor_parallel_size is above 1"
+            f"{name} must be None where tensor_parallel_size is above 1"
         )
         EngineConfig(**{name: value})
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         with pytest.raises(InvalidParameterError, match=f"^{name} must be"):
             EngineConfig(**{name: 0})
-    with pytest.raises(InvalidParameterError, match="1 where tensor_parallel_size is above 1"):
-        EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    product = re.escape("tensor_parallel_size * pipeline_parallel_size must be at most 1024")
+    with pytest.raises(InvalidParameterError, match=product):
+        EngineConfig(tensor_parallel_size=64, pipeline_parallel_size=32)
     expected = "a method other than eagle3, mtp, dflash where pipeline_parallel_size is above 1"
     with pytest.raises(InvalidParameterError, match=expected):
         EngineConfig(pipeline_parallel_size=2, speculative_config={"method": "mtp"})

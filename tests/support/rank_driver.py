@@ -1,8 +1,8 @@
-"""Rank 0 of an engine in a process of its own, because MLX connects a process to others only once.
+"""Rank 0 of an engine in a process of its own, which a test can kill.
 
-``python rank_driver.py '{"model": ..., "adapters": [...], "options": {...}}'`` makes the engine,
-prints a line with its other processes and a line with the answers of a workload, and then does what
-its stdin says: "generate" without an end, or nothing more.
+``python rank_driver.py '{"model": ..., "adapters": [...], "options": {...}, "requests": ...}'``
+makes the engine, prints a line with its other processes and a line with the answers of a workload,
+and then does what its stdin says: "generate" without an end, or nothing more.
 """
 
 from __future__ import annotations
@@ -60,11 +60,14 @@ def workload(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
+def answers(
+    engine: Engine, adapters: Sequence[str] = (), num_requests: int | None = None
+) -> dict[str, Any]:
     """Runs the workload; returns its tokens, its reports, and the numbers of the engine.
 
     Args:
         adapters: Directories of adapters. Every third request has one of them in turn.
+        num_requests: Requests of the workload; None: all.
     """
     loras = itertools.cycle(
         LoRARequest(Path(path).name, i, path) for i, path in enumerate(adapters, 1)
@@ -73,7 +76,7 @@ def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
         engine.add_request(
             str(i), tokens, params, lora_request=next(loras, None) if i % 3 == 1 else None
         )
-        for i, (tokens, params) in enumerate(workload(engine.vocab_size))
+        for i, (tokens, params) in enumerate(workload(engine.vocab_size)[:num_requests])
     ]
     count = 0
 
@@ -99,7 +102,7 @@ def answers(engine: Engine, adapters: Sequence[str] = ()) -> dict[str, Any]:
             if output.request_id != "6"
         },
         "finish_reasons": [a.finish_reason for output in outputs for a in output.outputs],
-        "logprobs": _logprobs(outputs[4]),
+        "logprobs": _logprobs(outputs[4]) if len(outputs) > 4 else [],
         "hits": stats.counters.num_cached_tokens,
         "preemptions": stats.num_preemptions,
         "adapter_evictions": engine._scheduler.adapters.num_evictions,
@@ -123,7 +126,7 @@ def main() -> None:
     engine = make_engine(given["model"], EngineConfig(**given["options"]))
     followers = engine._ranks.group._followers if engine._ranks is not None else ()
     print("PIDS", json.dumps([f.process.pid for f in followers if f.process]), flush=True)
-    print("ANSWERS", json.dumps(answers(engine, given["adapters"])), flush=True)
+    print("ANSWERS", json.dumps(answers(engine, given["adapters"], given["requests"])), flush=True)
     for line in sys.stdin:
         if line.strip() == "generate":
             params = SamplingParams(max_tokens=100, ignore_eos=True)

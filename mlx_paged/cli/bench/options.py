@@ -19,6 +19,7 @@ from mlx_paged.cli.options import (
     MaxNumSeqs,
     MaxStepTime,
     Model,
+    PipelineParallelSize,
     Speculative,
     TensorParallelSize,
     option,
@@ -96,6 +97,7 @@ class EngineOptions:
     max_step_time_ms: MaxStepTime = None
     speculative_config: Speculative = None
     tensor_parallel_size: TensorParallelSize = 1
+    pipeline_parallel_size: PipelineParallelSize = 1
 
 
 NumAnswers = Annotated[int, option(ENGINE, "Answers per prompt.", "--n", min=1)]

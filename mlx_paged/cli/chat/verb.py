@@ -22,6 +22,7 @@ from mlx_paged.cli.options import (
     Model,
     ModelDType,
     OffloadingOptions,
+    PipelineParallelSize,
     SamplingOptions,
     Speculative,
     SystemPrompt,
@@ -43,7 +44,8 @@ _TOOLS = "Tools of MCP servers"
 _ONLY_LOCAL = (
     "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
     "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
-    "tensor_parallel_size", "kv_offloading_size", "kv_offload_dir", "kv_offload_gib",
+    "tensor_parallel_size", "pipeline_parallel_size", "kv_offloading_size", "kv_offload_dir",
+    "kv_offload_gib",
 )  # fmt: skip
 
 
@@ -108,6 +110,7 @@ def chat(
     speculative_config: Speculative = None,
     adapter_path: AdapterPath = None,
     tensor_parallel_size: TensorParallelSize = 1,
+    pipeline_parallel_size: PipelineParallelSize = 1,
     offloading: OffloadingOptions,
 ) -> None:  # fmt: skip
     """Talk to a model in the terminal.
@@ -142,6 +145,7 @@ def chat(
             sizes["kv_cache_dtype"] = kv_cache_dtype
             sizes["cpu_activations"] = cpu_activations
             sizes["tensor_parallel_size"] = tensor_parallel_size
+            sizes["pipeline_parallel_size"] = pipeline_parallel_size
             backend = _local(model, dtype=dtype, async_scheduling=async_scheduling, **sizes)
         else:
             backend = _remote(server, model, api_key)

@@ -16,6 +16,7 @@ from mlx_paged.cli.options import (
     OFFLOADING_HELP,
     RANKS_HELP,
     SPECULATIVE_HELP,
+    STAGES_HELP,
     DType,
     follow_first,
     option,
@@ -69,12 +70,7 @@ class ModelOptions:
     pipeline_parallel_size: Annotated[
         int,
         option(
-            _MODEL,
-            "Give each of this many devices some of the layers, which saves memory, not time.",
-            "--pipeline-parallel-size",
-            "-pp",
-            min=1,
-            callback=follow_first,
+            _MODEL, STAGES_HELP, "--pipeline-parallel-size", "-pp", min=1, callback=follow_first
         ),
     ] = 1
     chat_template: Annotated[

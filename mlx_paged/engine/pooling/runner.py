@@ -161,7 +161,7 @@ class PoolingRunner(ModelRunner):
         pools_before: list[mx.array],
         features: mx.array | None = None,
         bounds: np.ndarray | None = None,
-    ) -> LaunchedPooling:
+    ) -> LaunchedStep:
         self._copy_blocks(batch)
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
@@ -170,9 +170,9 @@ class PoolingRunner(ModelRunner):
         # A mean needs the states of all tokens, other types only that of each prompt's last token.
         wanted = np.arange(ends[-1]) if self._sums else (ends - 1)[places]
         flat = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
-        hidden = self.model.forward(
-            ops.upload(flat)[0], self._inputs(batch, context_lens, num_rows, wanted)
-        )
+        inputs = self._inputs(batch, context_lens, num_rows, wanted)
+        repetition = self.model.repetition_of(inputs, len(flat))
+        hidden, _, _, taps = self.model.run(ops.upload(flat)[0], inputs, repetition)
         nothing = mx.zeros((sum(batch.samples),), dtype=mx.int32)
         pooled = None
         if places:
@@ -189,7 +189,7 @@ class PoolingRunner(ModelRunner):
             places=tuple(places),
             pooled=pooled,
         )
-        mx.async_eval(*launched.results, *pools)  # type: ignore[no-untyped-call]
+        mx.async_eval(*launched.results, *pools, *taps)  # type: ignore[no-untyped-call]
         return launched
 
     @staticmethod

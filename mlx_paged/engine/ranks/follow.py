@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
+
 import mlx.core as mx
 import numpy as np
 
@@ -13,8 +16,11 @@ from mlx_paged.engine.input_tokens import KnownTokens
 from mlx_paged.engine.kv_cache_config import KVCacheConfig
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.memory import limit_buffer_cache, limit_run_ahead
+from mlx_paged.engine.pooling.params import PoolerConfig
+from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import AdapterReader, slots_of
 from mlx_paged.engine.ranks.channel import Channel
+from mlx_paged.engine.ranks.collectives import Collectives
 from mlx_paged.engine.ranks.messages import (
     ADAPTER,
     ADAPTER_LAYER,
@@ -28,9 +34,6 @@ from mlx_paged.engine.ranks.messages import (
     StepReader,
 )
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.model.loader import Shard
-from mlx_paged.model.pipeline import divide_layers
-from mlx_paged.model.sharding import shard
 
 # Seconds without a message after which a fault of the newest step is looked for.
 _QUIET = 1.0
@@ -68,18 +71,25 @@ class FollowRunner(ModelRunner):
         return LaunchedStep(batch, chosen, pools[-1], chosen, pools_before)
 
 
+class FollowPoolingRunner(PoolingRunner):
+    """Pools as rank 0 does, for nobody: the hidden states are the same on every rank."""
+
+    def _load_adapters(self, batch: StepBatch) -> None:
+        """See `FollowRunner`."""
+
+
 def follow(channel: Channel, collective: mx.distributed.Group) -> None:
     """Follows rank 0 until it ends the channel.
 
     Raises:
         Exception: Anything that this rank failed with.
     """
-    runner: FollowRunner | None = None
+    runner: ModelRunner | None = None
     newest: LaunchedStep | None = None
     reader, layers = StepReader(), AdapterReader()
     while True:
         if newest is not None and not channel.wait(_QUIET):
-            FollowRunner.wait(newest)  # raises if it failed
+            ModelRunner.wait(newest)  # raises if it failed
         try:
             message = channel.receive()
         except EOFError:
@@ -92,7 +102,7 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
         if message.kind == STEP:
             before, newest = newest, runner.launch(reader.step(message), newest)
             if before is not None:
-                FollowRunner.wait(before)
+                ModelRunner.wait(before)
         elif message.kind == ADAPTER_SLOTS:
             runner.model.enable_adapters(*slots_of(message))
         elif message.kind == ALL_ROWS:
@@ -113,44 +123,43 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
             limit_run_ahead(runner.model.platform)
 
 
-def start_fields(model: object, dtype: str, config: EngineConfig) -> dict[str, object]:
-    """The fields of the message that makes a `FollowRunner`: what decides about the model."""
+def start_fields(
+    model: object, dtype: str, config: EngineConfig, hosts: Sequence[str]
+) -> dict[str, object]:
+    """The fields of the message that makes another rank's runner: what decides about the model.
+
+    Args:
+        hosts: See `launch.ring_hosts`.
+    """
     names = (
         *("block_size", "kv_cache_dtype", "kv_cache_dtype_skip_layers", "cpu_activations"),
         *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "typical_context_len"),
         *("disable_hybrid_kv_cache_manager", "enforce_eager", "enable_prefix_caching"),
-        *("enable_chunked_prefill", "calibrate"),
+        *("enable_chunked_prefill", "calibrate", "runner"),
     )
     options = {name: getattr(config, name) for name in names}
     options["kv_cache_dtype_skip_layers"] = list(config.kv_cache_dtype_skip_layers)
+    pooler = config.pooler_config
+    options["pooler_config"] = asdict(pooler) if isinstance(pooler, PoolerConfig) else None
     path = None if model is None else str(model)
     orders_all = config.speculative_config is not None
-    in_stages = config.pipeline_parallel_size > 1
     return {
-        **{"model": path, "dtype": dtype, "options": options},
-        **{"orders_all": orders_all, "in_stages": in_stages},
+        **{"model": path, "dtype": dtype, "options": options, "orders_all": orders_all},
+        **{"tensor_parallel_size": config.tensor_parallel_size, "hosts": list(hosts)},
     }
 
 
-def divided_among(collective: mx.distributed.Group, *, in_stages: bool) -> Shard:
-    """Returns what keeps this rank's part of a model: of every layer, or of the layers."""
-    divide = divide_layers if in_stages else shard
-    return lambda model, config: divide(model, config, collective)
-
-
-def _runner(fields: object, collective: mx.distributed.Group) -> FollowRunner:
+def _runner(fields: object, collective: mx.distributed.Group) -> ModelRunner:
     assert isinstance(fields, dict)
-    model = load(
-        fields["model"],
-        dtype=fields["dtype"],
-        shard=divided_among(collective, in_stages=fields["in_stages"]),
-    )
-    config = resolve(model, EngineConfig(runner="generate", **fields["options"]))
+    collectives = Collectives.of(collective, fields["tensor_parallel_size"], fields["hosts"])
+    model = load(fields["model"], dtype=fields["dtype"], shard=collectives.divide)
+    config = resolve(model, EngineConfig(**fields["options"]))
     paged, _, max_model_len = prepare_model(model, config)
     prove_kernels(paged, config.calibrate)
+    windows = KVCacheConfig(paged.layout, config, max_model_len).windows
+    if config.pooler is not None:
+        assert config.pooler.pooling_type is not None  # since `resolve`
+        return FollowPoolingRunner(paged, config.pooler.pooling_type, windows=windows)
     return FollowRunner(
-        paged,
-        collective=collective,
-        windows=KVCacheConfig(paged.layout, config, max_model_len).windows,
-        orders_all=fields["orders_all"],
+        paged, collective=collective, windows=windows, orders_all=fields["orders_all"]
     )

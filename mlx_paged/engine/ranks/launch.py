@@ -1,15 +1,15 @@
 """Makes the ranks: starts processes on this machine, or joins those that `mlx.launch` started.
 
 On this machine, ranks talk over MLX's ring on loopback, or with NVIDIA GPUs over NCCL with one
-visible GPU each. Messages go through socket pairs that the processes inherit, so no other process
-can connect. Under `mlx.launch`, they go over TCP: rank 0 listens where its host file says, and a
-collective tells the others the port and a secret, which each of them must send first.
+visible GPU each. MLX's ring cannot be split, so further groups are rings of their own. Messages go
+through socket pairs that the processes inherit, so no other process can connect. Under
+`mlx.launch`, they go over TCP: rank 0 listens where its host file says, and a collective tells the
+others the port and a secret, which each of them must send first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import hmac
 import json
 import os
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,22 +28,25 @@ import numpy as np
 
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.life import Follower
+from mlx_paged.environment import kept_environment
 from mlx_paged.errors import EngineDeadError, InvalidParameterError
+from mlx_paged.extension import ext
 from mlx_paged.platform import Platform
 
 _LOOPBACK = "127.0.0.1"
+_PROCESS = "mlx_paged.engine.ranks.process"
 _SECRET_BYTES = 32
 _GREETING = struct.Struct(f"<{_SECRET_BYTES}sIB")  # secret, rank, which of its connections
 _CHANNEL, _LIFE = 0, 1
 _TO_CONNECT = 60.0  # seconds
-_TO_JOIN = 60.0  # of ranks on this machine, which are all ready; then the process ends
 _TO_GREET = 5.0
 # Seconds until TCP notices that a host is gone: idle, between probes; and probes.
 _KEEP_ALIVE = (2, 1, 3)
 #: Environment variable with the number of threads of a process's CPU kernels.
 THREADS = "MLX_PAGED_NUM_THREADS"
 
-_is_joined = False  # MLX keeps a process's connections to other ranks until its end.
+#: Calls a function that waits for other ranks, without the interpreter's lock.
+Wait = Callable[[Callable[[], mx.distributed.Group]], mx.distributed.Group]
 
 
 def launched_rank() -> int | None:
@@ -52,30 +55,67 @@ def launched_rank() -> int | None:
     return int(rank) if rank.isdecimal() else None
 
 
+def wait_here(connect: Callable[[], mx.distributed.Group]) -> mx.distributed.Group:
+    """The `Wait` of a rank whose process ends with rank 0."""
+    return connect()
+
+
 def join(
-    environment: Mapping[str, str], backend: str, option: str = "tensor_parallel_size"
+    environment: Mapping[str, str], backend: str, wait: Wait = wait_here
 ) -> mx.distributed.Group:
     """Connects this process to the other ranks. Waits until all have joined.
 
     Args:
-        option: The option that asks for them, for errors.
+        environment: Variables that tell MLX about the others.
+        backend: MLX's name, or "any".
     """
-    global _is_joined
-    if _is_joined:
-        expected = "1 in a process that has had an engine of several ranks"
-        raise InvalidParameterError(option, expected, "more")
-    _is_joined = True
-    if backend != "any":  # Those of `mlx.launch` may start at any time.
-        # MLX keeps the interpreter's lock while it waits, also for a rank that is gone.
-        faulthandler.dump_traceback_later(_TO_JOIN, exit=True, file=2)
+
+    def connect() -> mx.distributed.Group:
+        group = ext.join_group(backend)
+        # A ring has connected this rank to its neighbors alone.
+        mx.eval(mx.distributed.all_sum(mx.ones((group.size(),)), group=group))
+        return group
+
+    with kept_environment(environment):
+        os.environ.update(environment)
+        return wait(connect)
+
+
+def split(
+    group: mx.distributed.Group, color: int, hosts: Sequence[str], wait: Wait = wait_here
+) -> mx.distributed.Group:
+    """Connects this process to the ranks of the same color. Every rank must call it.
+
+    Args:
+        hosts: The addresses of all ranks in MLX's ring; empty if another back end connects them.
+
+    Raises:
+        InvalidParameterError: That back end has no groups of some ranks.
+    """
+    if not hosts:
+        try:
+            return group.split(color)
+        except RuntimeError as error:  # "[jaccl] Group split not supported."
+            expected = f"1 where tensor_parallel_size is above 1, as MLX says {error}"
+            raise InvalidParameterError("pipeline_parallel_size", expected, "more") from error
+    [port] = _free_ports(1, hosts[group.rank()])
+    shown = np.zeros((group.size(), 2), dtype=np.int32)
+    shown[group.rank()] = color, port
+    shown = np.array(mx.distributed.all_sum(mx.array(shown), group=group))
+    members = [rank for rank, (theirs, _) in enumerate(shown.tolist()) if theirs == color]
+    path = _host_file([(hosts[rank], int(shown[rank, 1])) for rank in members])
+    own = {"MLX_HOSTFILE": str(path), "MLX_RANK": str(members.index(group.rank()))}
     try:
-        with _environment(environment):
-            group = mx.distributed.init(strict=True, backend=backend)
+        return join(own, "ring", wait)
     finally:
-        faulthandler.cancel_dump_traceback_later()
-    # A ring has connected this rank to its neighbors alone.
-    mx.eval(mx.distributed.all_sum(mx.ones((group.size(),)), group=group))
-    return group
+        path.unlink(missing_ok=True)
+
+
+def ring_hosts(size: int, backend: str) -> list[str]:
+    """Returns the address of each rank in MLX's ring; empty if another back end connects them."""
+    if launched_rank() is None:
+        return [_LOOPBACK] * size if backend == "ring" else []
+    return _hosts_of(os.environ["MLX_HOSTFILE"]) if "MLX_HOSTFILE" in os.environ else []
 
 
 # --- Processes on this machine --------------------------------------------------------------------
@@ -104,7 +144,7 @@ def start(size: int, option: str) -> tuple[list[Follower], dict[str, str], str]:
         [port] = _free_ports(1)
         common = {"NCCL_HOST_IP": _LOOPBACK, "NCCL_PORT": str(port), "MLX_WORLD_SIZE": str(size)}
     else:
-        hosts = _host_file(size)
+        hosts = _host_file([(_LOOPBACK, port) for port in _free_ports(size)])
         common = {"MLX_HOSTFILE": str(hosts)}
     if platform.on_cpu and THREADS not in os.environ:
         # Too late for this process if it has run kernels before.
@@ -124,7 +164,7 @@ def _start_one(rank: int, environment: Mapping[str, str], backend: str) -> Follo
     with theirs, their_life:
         numbers = [str(s.fileno()) for s in (theirs, their_life)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_paged.engine.ranks.process", *numbers, backend],
+            [sys.executable, "-m", _PROCESS, *numbers, backend],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -152,11 +192,11 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(mx.device_count(mx.gpu))]
 
 
-def _host_file(size: int) -> Path:
-    """Writes the ring's addresses on loopback. The file is removed by `remove_host_file`."""
+def _host_file(addresses: Sequence[tuple[str, int]]) -> Path:
+    """Writes the host and port of each rank of a ring. The caller removes the file."""
     handle, name = tempfile.mkstemp(prefix="mlx-paged-ranks-", suffix=".json")
     with os.fdopen(handle, "w") as file:
-        json.dump([[f"{_LOOPBACK}:{port}"] for port in _free_ports(size)], file)
+        json.dump([[f"{host}:{port}"] for host, port in addresses], file)
     return Path(name)
 
 
@@ -166,26 +206,12 @@ def remove_host_file(environment: Mapping[str, str]) -> None:
         Path(environment["MLX_HOSTFILE"]).unlink(missing_ok=True)
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((_LOOPBACK, 0))
+            each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # --- Processes that `mlx.launch` started ----------------------------------------------------------
@@ -246,10 +272,15 @@ def _shared(group: mx.distributed.Group, data: bytes) -> bytes:
 def _address_of_rank_0(environment: Mapping[str, str]) -> str:
     """The address that the ranks' own back end uses for rank 0."""
     if "MLX_HOSTFILE" in environment:
-        first = json.loads(Path(environment["MLX_HOSTFILE"]).read_text())[0][0]
-        return str(first).rpartition(":")[0].strip("[]")
+        return _hosts_of(environment["MLX_HOSTFILE"])[0]
     coordinator = environment.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
     return environment.get("NCCL_HOST_IP") or coordinator or _LOOPBACK
+
+
+def _hosts_of(path: str) -> list[str]:
+    """Reads the first address of each rank from a host file, without its port."""
+    addresses = [str(each[0]) for each in json.loads(Path(path).read_text())]
+    return [address.rpartition(":")[0].strip("[]") for address in addresses]
 
 
 def greeted(sock: socket.socket, secret: bytes, size: int) -> tuple[int, int] | None:

@@ -8,13 +8,14 @@ chooses tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.executor import InProcessExecutor
+from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import adapter_messages, slots_message
 from mlx_paged.engine.ranks.life import Group
 from mlx_paged.engine.ranks.messages import ALL_ROWS, ALLOCATE, RESET, Message, StepWriter
@@ -32,10 +33,12 @@ class Ranks(NamedTuple):
     Attributes:
         group: Ends all of them when one ends.
         collective: MLX's group of the same ranks.
+        hosts: See `launch.ring_hosts`.
     """
 
     group: Group
     collective: mx.distributed.Group
+    hosts: Sequence[str] = ()
 
 
 class LeadRunner(ModelRunner):
@@ -75,10 +78,10 @@ class LeadRunner(ModelRunner):
             self._group.send(message.encode())
         super().load_adapter(slot, layers)
 
-    def _launch(self, batch: StepBatch, *arguments: Any) -> LaunchedStep:
+    def _launch(self, batch: StepBatch, *arguments: Any, **options: Any) -> LaunchedStep:
         # After the messages of its adapters.
         self._group.send(self._writer.message(batch).encode())
-        return super()._launch(batch, *arguments)
+        return super()._launch(batch, *arguments, **options)
 
     def reset(self) -> None:
         """See `ModelRunner`."""
@@ -89,6 +92,10 @@ class LeadRunner(ModelRunner):
         """Gives the chosen tokens ``[num_sampled]`` to the other ranks, whose next step may begin
         with them."""
         return mx.distributed.all_sum(tokens, group=self._collective)
+
+
+class LeadPoolingRunner(LeadRunner, PoolingRunner):
+    """A `PoolingRunner` on rank 0, which every other rank follows. Pooling chooses no tokens."""
 
 
 class RanksExecutor(InProcessExecutor):

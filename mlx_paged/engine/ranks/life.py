@@ -22,7 +22,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.ranks.channel import Channel
@@ -30,6 +32,8 @@ from mlx_paged.engine.ranks.messages import JOIN, Message
 from mlx_paged.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_WORDS = 4096  # bytes
 # Seconds that rank 0 has to notice the end of another rank. MLX's ring fails the collective that
@@ -42,6 +46,8 @@ _TO_END = 5.0
 # Seconds between two looks at whether the parent lives. The socket tells at once, except where a
 # forked child of rank 0 holds the other end.
 _PARENT_INTERVAL = 1.0
+# Seconds that ranks have to connect when all of them are ready.
+_TO_CONNECT = 60.0
 # Seconds for the system to report the end of a process whose socket it has closed.
 _TO_REPORT = 2.0
 
@@ -79,6 +85,7 @@ class Group:
         self._followers = followers
         self._lock = threading.Lock()
         self._failed = threading.Event()
+        self._waiting: Future[Any] | None = None  # the result of `wait`
         self._depth = 0  # of operations that rank 0 is in
         self._is_loading = False
         self._is_closed = False
@@ -118,6 +125,34 @@ class Group:
         """Raises `EngineDeadError` if a rank has ended."""
         if self.failure is not None:
             raise EngineDeadError(self.failure)
+
+    def wait(self, function: Callable[[], T]) -> T:
+        """Returns the result of a function that waits for other ranks, without the interpreter's
+        lock, and on a thread of its own.
+
+        Raises:
+            EngineDeadError: One of the ranks has ended, or the function failed or takes too long.
+                Its thread may go on waiting, which nothing can end.
+        """
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                _settle(result, function())
+            except Exception as error:
+                _settle(result, error)
+
+        with self._lock:
+            self._waiting = result
+        self.check()
+        threading.Thread(target=run, name="mlx-paged-join", daemon=True).start()
+        try:
+            return result.result(_TO_CONNECT)
+        except TimeoutError as error:
+            seconds = f"the ranks did not connect within {_TO_CONNECT:g} seconds"
+            raise self.failed(TimeoutError(seconds)) from error
+        except Exception as error:
+            raise self.failed(error) from error
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
@@ -190,6 +225,9 @@ class Group:
                 return
             self.failure = reason
             self._failed.set()
+            waiting = self._waiting
+        if waiting is not None:
+            _settle(waiting, EngineDeadError(reason))
         logger.critical("%s; all ranks end", reason)
         self._end_others()
         for follower in self._followers:
@@ -216,6 +254,15 @@ class Group:
         while self._depth and time.monotonic() < deadline:
             time.sleep(0.05)
         return self._depth > 0
+
+
+def _settle(future: Future[T], outcome: T | Exception) -> None:
+    """Gives a future its result or its error, unless it has one."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
 
 def close_with(owner: object, group: Group) -> None:

@@ -33,8 +33,7 @@ def main() -> None:
     channel, life = Channel(sockets[0]), sockets[1]
     follow_life(life, os.getppid())
     try:
-        # MLX keeps the interpreter's lock while it waits for other ranks, and no thread could
-        # notice that one of them ends. So they join when all of them are here.
+        # Nothing can end MLX's waiting for other ranks. So they join when all of them are here.
         channel.send(Message(READY).encode())
         channel.receive()
         collective = launch.join({}, backend)

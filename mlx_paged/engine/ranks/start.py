@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.ranks import launch
+from mlx_paged.engine.ranks.collectives import Collectives
 from mlx_paged.engine.ranks.lead import Ranks
 from mlx_paged.engine.ranks.life import Group, close_with
 from mlx_paged.engine.ranks.messages import START, Message
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
+
+_newest: weakref.ref[Group] | None = None  # of this process
 
 
 def make_engine(
@@ -39,6 +43,7 @@ def make_engine(
         EngineDeadError: Another rank failed meanwhile.
         ModelLoadError, UnsupportedModelError: See `mlx_paged.load`.
     """
+    global _newest
     if config.num_ranks == 1:
         if not isinstance(model, LoadedModel):
             model = load(model, dtype=dtype, generation_config=generation_config)
@@ -47,7 +52,12 @@ def make_engine(
         expected = "1 for a model that is loaded already"
         raise InvalidParameterError(config.ranks_option, expected, config.num_ranks)
     follow_if_launched(config.num_ranks)
+    before = None if _newest is None else _newest()
+    if before is not None and before.failure is None:
+        expected = "1 in a process that has an engine of several ranks"
+        raise InvalidParameterError(config.ranks_option, expected, config.num_ranks)
     ranks = _ranks(config)
+    _newest = weakref.ref(ranks.group)
     try:
         with ranks.group.loading():
             return _make(ranks, model, config, dtype, generation_config, on_kernel)
@@ -67,16 +77,13 @@ def _make(
     generation_config: Mapping[str, Any] | None,
     on_kernel: OnKernel | None,
 ) -> Engine:
-    from mlx_paged.engine.ranks.follow import divided_among, start_fields
+    from mlx_paged.engine.ranks.follow import start_fields
 
-    fields = start_fields(model, dtype, config)
+    size, hosts = config.tensor_parallel_size, ranks.hosts
+    fields = start_fields(model, dtype, config, hosts)
     ranks.group.send(Message(START, fields).encode())
-    loaded = load(
-        model,
-        dtype=dtype,
-        generation_config=generation_config,
-        shard=divided_among(ranks.collective, in_stages=config.pipeline_parallel_size > 1),
-    )
+    collectives = Collectives.of(ranks.collective, size, hosts, ranks.group.wait)
+    loaded = load(model, dtype=dtype, generation_config=generation_config, shard=collectives.divide)
     engine = Engine(loaded, config, on_kernel=on_kernel, ranks=ranks)
     close_with(engine, ranks.group)
     return engine
@@ -85,23 +92,23 @@ def _make(
 def _ranks(config: EngineConfig) -> Ranks:
     size, option = config.num_ranks, config.ranks_option
     if launch.launched_rank() is not None:
-        collective = launch.join({}, "any", option)
+        collective = launch.join({}, "any")
         if collective.size() != size:
             expected = f"{collective.size()}, the number of processes of mlx.launch,"
             raise InvalidParameterError(option, expected, size)
-        return Ranks(Group(launch.accept(collective)), collective)
+        group = Group(launch.accept(collective))
+        return Ranks(group, collective, launch.ring_hosts(size, "any"))
     followers, environment, backend = launch.start(size, option)
     group = Group(followers)
     try:
-        with group.loading():
-            group.gather()
-            collective = launch.join(environment, backend, option)
+        group.gather()
+        collective = launch.join(environment, backend, group.wait)
     except BaseException:
         group.close()
         raise
     finally:
         launch.remove_host_file(environment)
-    return Ranks(group, collective)
+    return Ranks(group, collective, launch.ring_hosts(size, backend))
 
 
 def follow_if_launched(size: int) -> None:

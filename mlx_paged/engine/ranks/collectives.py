@@ -1,0 +1,70 @@
+"""Collectives: MLX's groups of one rank, for each way in which a model is divided.
+
+Ranks have vLLM's numbers: those that share the layers of a stage follow each other.
+
+    tensor_parallel_size 2, pipeline_parallel_size 2
+
+    stage 0    rank 0   rank 1    `tensor`: share every layer of the stage
+    stage 1    rank 2   rank 3
+               `pipeline`: hand hidden states on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.engine.ranks.launch import Wait, split, wait_here
+from mlx_paged.model.pipeline import divide_layers
+from mlx_paged.model.sharding import shard
+
+
+class Collectives(NamedTuple):
+    """The groups of this rank.
+
+    Attributes:
+        world: All ranks.
+        tensor: Those that share its layers; None: it has whole layers.
+        pipeline: One of each stage, in the order of their layers; None: there is one stage.
+    """
+
+    world: mx.distributed.Group
+    tensor: mx.distributed.Group | None
+    pipeline: mx.distributed.Group | None
+
+    @classmethod
+    def of(
+        cls,
+        world: mx.distributed.Group,
+        tensor_parallel_size: int,
+        hosts: Sequence[str],
+        wait: Wait = wait_here,
+    ) -> Collectives:
+        """Connects the groups. Every rank must call it.
+
+        Args:
+            hosts, wait: See `launch.split`.
+
+        Raises:
+            InvalidParameterError: MLX's back end has no groups of some ranks.
+        """
+        if tensor_parallel_size == world.size():
+            return cls(world, world, None)
+        if tensor_parallel_size == 1:
+            return cls(world, None, world)
+        stage, part = divmod(world.rank(), tensor_parallel_size)
+        return cls(world, split(world, stage, hosts, wait), split(world, part, hosts, wait))
+
+    def divide(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Keeps this rank's part of a model's weights; evaluates none.
+
+        Raises:
+            UnsupportedModelError: See `shard` and `divide_layers`.
+        """
+        if self.tensor is not None:
+            shard(model, config, self.tensor)
+        if self.pipeline is not None:
+            divide_layers(model, config, self.pipeline)
