@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -326,6 +327,8 @@ def test_a_rank_that_is_killed_when_it_connects(
     config = EngineConfig(tensor_parallel_size=3)
     with pytest.raises(EngineDeadError, match="rank 1 of 3 was ended by SIGKILL"):
         make_engine(model, config)
+    # It did not wait for MLX, which tries to connect for half a minute.
+    assert "mlx-paged-join" in {thread.name for thread in threading.enumerate()}
     ended = [other.process.poll() for other in others if other.process is not None]
     assert ended[0] == -signal.SIGKILL and len(ended) == 2 and None not in ended
     assert "MLX_RANK" not in os.environ
