@@ -6,8 +6,8 @@
   thread of the same process and by a process of its own, next to the same stream when nothing
   happens. Each is measured several times, in turns; the result is the median.
 - **freed**: how much of the memory that the second model took comes back when it is unloaded.
-- **router**: the same gaps through `mlx-paged serve` with two models, and what the router adds to
-  the time of a token.
+- **router**: the same gaps through `mlx-paged serve` with two models, the share of that time for
+  which the router waited for a processor, and what the router adds to the time of a token.
 - **shares**: tokens a second of two models under equal load, each alone and both together.
 """
 
@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -184,6 +185,15 @@ async def stream_gaps(
     return gaps
 
 
+def waited(process: psutil.Process) -> float:
+    """Seconds that a process's threads have waited for a processor; 0 except on Linux."""
+    nanoseconds = 0
+    for thread in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # It has ended.
+            nanoseconds += int(thread.read_text().split()[1])
+    return nanoseconds / 1e9
+
+
 async def load_again(session: aiohttp.ClientSession, model: str) -> None:
     """Unloads a model, loads it again, and waits until it is ready."""
     await session.post("/models/unload", json={"model": model})
@@ -233,28 +243,32 @@ async def measure_router(url: str, pid: int, rounds: int) -> dict[str, Any]:
         for model in ("a", "b"):
             await session.post("/models/load", json={"model": model})
             await state_is(session, model, "loaded")
-        quiet, loading = [], []
+        server = psutil.Process(pid)
+        works: dict[str, Callable[[], Awaitable[Any]]] = {
+            "quiet": lambda: asyncio.sleep(QUIET_SECONDS),
+            "loading": lambda: load_again(session, "b"),
+        }
+        largest: dict[str, list[float]] = {name: [] for name in works}
+        shares: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(rounds):
-            gaps = await stream_gaps(session, "a", lambda: asyncio.sleep(QUIET_SECONDS))
-            quiet.append(max(gaps))
-            gaps = await stream_gaps(session, "a", lambda: load_again(session, "b"))
-            loading.append(max(gaps))
+            for name, work in works.items():
+                before, began = waited(server), time.perf_counter()
+                largest[name].append(max(await stream_gaps(session, "a", work)))
+                seconds = time.perf_counter() - began
+                shares[name].append((waited(server) - before) / seconds)
         alone = {}
         for model in ("a", "b"):
             alone |= await rates(session, [model], 4)
         both = await rates(session, ["a", "b"], 4)
-        server = psutil.Process(pid)
         full = [each.memory_info().rss for each in server.children()]
         router = server.memory_info().rss
         await session.post("/models/unload", json={"model": "b"})
         await state_is(session, "b", "unloaded")
         left = [each.memory_info().rss for each in server.children()]
     return {
-        "largest_gap_ms": {
-            "quiet": statistics.median(quiet),
-            "loading": statistics.median(loading),
-        },
-        "largest_gaps_ms": {"quiet": quiet, "loading": loading},
+        "largest_gap_ms": {name: statistics.median(all_) for name, all_ in largest.items()},
+        "largest_gaps_ms": largest,
+        "share_router_waited": {name: statistics.median(all_) for name, all_ in shares.items()},
         "tokens_per_second": {"alone": alone, "together": both},
         "memory_mib": {
             "router": router / MIB,
