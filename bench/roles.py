@@ -8,7 +8,7 @@ takes for a prompt alone. Measured are the time to each prompt's first token, an
 streams between the first prompt's arrival and the last one's first token. One engine has one GPU,
 or all cores; of the pair, each has a GPU, or half of the cores. Every answer must be the same.
 
-Before that, blocks of 2 MiB travel over loopback alone, with both ends in one process.
+`transfer.py` measures the connection alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +38,7 @@ from mlx_paged import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
-from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.offload.segments import Block
-from mlx_paged.transfer.receiver import Incoming, Receiver
-from mlx_paged.transfer.server import Outgoing, PrefillServer
-from mlx_paged.transfer.wire import PrefillRequest
 
 ANSWER = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 _THREADS = "MLX_PAGED_NUM_THREADS"
@@ -159,72 +153,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- The connection alone -------------------------------------------------------------------------
-
-
-class Blocks:
-    """A `Prefiller` that sends the same block again and again.
-
-    Args:
-        count: Number of blocks.
-    """
-
-    def __init__(self, count: int, size: int) -> None:
-        self.max_tokens = 1
-        self.size = size
-        self.names = [i.to_bytes(16, "little") for i in range(count)]
-        self._data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-        self._room = threading.Semaphore(4)
-
-    def refusal(self, request: PrefillRequest) -> str | None:
-        return None
-
-    def begin(self, outgoing: Outgoing) -> None:
-        threading.Thread(target=self._add, args=(outgoing,), daemon=True).start()
-
-    def _add(self, outgoing: Outgoing) -> None:
-        for name in self.names:
-            self._room.acquire()
-            outgoing.add(Block(name, 0, self._data.data, self._room.release))
-        outgoing.end()
-
-    def wake(self) -> None:
-        pass
-
-
-def wire_bytes_per_s(count: int = 500, size: int = 2 << 20) -> float:
-    """Bytes per second of one prompt's blocks over loopback, checksums included."""
-    blocks, secret = Blocks(count, size), bytes(16)
-    server = PrefillServer(("127.0.0.1", 0), secret)
-    server.start(blocks)
-    arrived, spare = threading.Event(), Buffers()
-    incoming = Incoming(
-        PrefillRequest(bytes(16), bytes(4)),
-        {name: i for i, name in enumerate(blocks.names)},
-        [size],
-        lambda size: spare.take(size).data,
-        lambda data: spare.give(np.frombuffer(data, dtype=np.uint8)),
-        arrived.set,
-    )
-    receiver = Receiver(("127.0.0.1", server.port), secret)
-    start, taken = time.perf_counter(), 0
-    receiver.start(incoming)
-    while taken < count:
-        data = incoming.take(0, taken)
-        if data is not None:
-            taken += 1
-            spare.give(np.frombuffer(data, dtype=np.uint8))
-        elif incoming.failure is not None:
-            raise SystemExit(incoming.failure)
-        else:
-            arrived.wait(0.1)
-            arrived.clear()
-    seconds = time.perf_counter() - start
-    receiver.close()
-    server.close()
-    return count * size / seconds
-
-
 # --- All measurements -----------------------------------------------------------------------------
 
 
@@ -301,8 +229,6 @@ def main() -> None:
     if options.measure:
         print("RESULT", json.dumps(measure(options)), flush=True)
         return
-    wire = round(wire_bytes_per_s() / 1e9, 3)
-    print(f"blocks alone: {wire} GB/s")
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         folder = Path(name)
@@ -321,7 +247,6 @@ def main() -> None:
     print("the same answers:", same)
     load_of = {name: getattr(options, name) for name in ("model", "length", "prompts", "streams")}
     found = {"environment": environment(), "load": load_of, "same_answers": same}
-    found["wire_gb_per_s"] = wire
     print(save(options.name, found | {"one engine": one, "prefill and decode": two}))
     if not same:
         raise SystemExit("the answers differ")
