@@ -399,6 +399,43 @@ def test_a_long_body_is_parsed_on_a_thread(length: int, monkeypatch: pytest.Monk
     assert (parsing is threading.current_thread()) == (length < 10_000)
 
 
+class Child:
+    """A child process that ends at a signal, and whose output stays open."""
+
+    pid = 0
+
+    def __init__(self) -> None:
+        self.stdout = asyncio.StreamReader()
+        self._ended = asyncio.Event()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        return 0
+
+    def send_signal(self, _: int) -> None:
+        self._ended.set()
+
+
+def test_a_process_that_was_stopped_runs_nothing_in_the_background() -> None:
+    counts: list[int] = []
+
+    async def run() -> None:
+        child = Child()
+        made = ModelProcess(
+            child,  # type: ignore[arg-type]
+            Path("/nowhere/socket"),
+            lambda account, num_tokens: None,
+            lambda replica, count: counts.append(count),
+        )
+        child.stdout.feed_data(b'{"memory": 1}\n{"background": 2}\n')
+        await settled()
+        await made.stop(0)
+        await settled()
+
+    asyncio.run(run())
+    assert counts == [2, 0]
+
+
 def test_statistics_of_replicas_are_added() -> None:
     one = {"steps": 3, "share": 0.5, "on": True, "name": "x", "each": [1, {"n": 2}], "no": None}
     other = {**one, "steps": 4, "no": {"n": 1}, "reason": 5}

@@ -206,14 +206,16 @@ class ModelProcess:
     async def _listen(self) -> None:
         """Reads the process's reports until it exits."""
         assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            told = json.loads(line)
-            if not self._loaded.done():
-                self._loaded.set_result(told)
-            for account, num_tokens in told.get("used", {}).items():
-                self._on_used(int(account), num_tokens)
-            if "background" in told:
-                self._on_background(self._replica, told["background"])
-        self._on_background(self._replica, 0)
+        try:
+            async for line in self._process.stdout:
+                told = json.loads(line)
+                if not self._loaded.done():
+                    self._loaded.set_result(told)
+                for account, num_tokens in told.get("used", {}).items():
+                    self._on_used(int(account), num_tokens)
+                if "background" in told:
+                    self._on_background(self._replica, told["background"])
+        finally:  # `stop` may cancel this first.
+            self._on_background(self._replica, 0)
         if not self._loaded.done():
             self._loaded.set_result(None)
