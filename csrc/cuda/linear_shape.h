@@ -11,6 +11,14 @@ namespace mlx_paged::cuda {
 
 constexpr int kLinearMaxWeights = 3;
 
+// Low-rank adapters of a product's weights (kernels/linear_adapters.h).
+struct LinearAdapters {
+  int count;                      // 0: none
+  int rank;                       // a multiple of 8, as are the rows of weights with adapters
+  int num_parts;                  // of k, whose hidden values are added
+  int target[kLinearMaxWeights];  // index of each weight among those with adapters; -1: none
+};
+
 // Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), written to the first weight's output.
 struct LinearParams {
@@ -28,9 +36,10 @@ struct LinearParams {
   int has_bias[kLinearMaxWeights];
   // linear_quantised_wgmma only: x is already in code order.
   int x_is_ordered;
-  CodeOrder out_order;  // order of the outputs, whose number is a multiple of its run
+  CodeOrder out_order;      // order of the outputs, whose number is a multiple of its run
+  LinearAdapters adapters;  // linear_stream and linear_quantised_stream only
 };
-static_assert(sizeof(LinearParams) == 64, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 88, "the same for every compiler");
 
 // Parameters of products of rows with one weight of each of their experts (metal/experts.h), or
 // with its gate and up. A launch covers `max_items` items; the step's items come first.
@@ -40,7 +49,7 @@ struct ExpertProductParams {
   int top_k;
   int is_first;  // gathers x by row and stores results by place; otherwise the reverse
 };
-static_assert(sizeof(ExpertProductParams) == 76, "the same for every compiler");
+static_assert(sizeof(ExpertProductParams) == 100, "the same for every compiler");
 
 // A row's columns are summed in one fixed order, so its result does not depend on the number of
 // rows: the columns form kLinearParts parts, each summed in order, and the parts are added

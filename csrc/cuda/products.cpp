@@ -3,6 +3,8 @@
 #include "products.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -37,6 +39,14 @@ uint32_t blocks_of(const LinearParams& params, int rows) {
 
 MatrixMap map_of_x(const LinearParams& params, int tiles) {
   return {0, 2, params.num_rows, params.k, params.x_stride, 8 * tiles, kLinearChunk};
+}
+
+void bind_after_parts(Launch& launch, const LinearOperands& operands) {
+  for (int operand :
+       {operands.rotations, operands.slots, operands.hidden, operands.adapters,
+        operands.parts[0].adapter, operands.parts[1].adapter, operands.parts[2].adapter}) {
+    launch.buffers.push_back({operand, Access::read, 0});
+  }
 }
 
 // Warpgroup products give the same bits; single-warp products are faster for few rows.
@@ -103,8 +113,7 @@ Launch linear_launch(
     launch.buffers.push_back({part.bias, Access::read, 0});
     launch.buffers.push_back({part.out, Access::write, 0});
   }
-  launch.buffers.push_back({operands.rotations, Access::read, 0});
-  launch.buffers.push_back({operands.slots, Access::read, 0});
+  bind_after_parts(launch, operands);
   launch.constants = bytes_of(params);
   return launch;
 }
@@ -249,8 +258,7 @@ Launch quantised_launch(
     }
     launch.buffers.push_back({part.out, Access::write, 0});
   }
-  launch.buffers.push_back({operands.rotations, Access::read, 0});
-  launch.buffers.push_back({operands.slots, Access::read, 0});
+  bind_after_parts(launch, operands);
   launch.constants = bytes_of(params);
   return launch;
 }
@@ -357,6 +365,13 @@ bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma) {
 
 namespace {
 
+template <typename Params>
+Params constants_of(const Launch& launch) {
+  Params params;
+  std::memcpy(&params, launch.constants.data(), sizeof(params));
+  return params;
+}
+
 [[noreturn]] void refuse_product(const ProductStep& step, int n) {
   std::ostringstream what;
   what << "a product of " << step.num_rows << " rows, " << n << " x " << step.k << " "
@@ -366,6 +381,42 @@ namespace {
          << step.codes->group_size;
   }
   throw UnsupportedGraph(what.str());
+}
+
+// True if the products' kernel also adds their adapters.
+bool adds_adapters(const ProductStep& step, TmaKernels tma) {
+  const char* wanted = std::getenv("MLX_PAGED_ADAPTERS_IN_PRODUCTS");
+  if (wanted && std::atoi(wanted) == 0) {
+    return false;
+  }
+  bool is_served = step.codes
+                       ? tma >= TmaKernels::any &&
+                             streams_quantised(*kernel_format(*step.codes), *step.codes, step.k)
+                       : tma != TmaKernels::none;
+  for (const auto& part : step.parts) {
+    is_served = is_served && (part.target < 0 || part.n % 8 == 0);
+  }
+  return is_served && constants_of<paged::LoraParams>(*step.adapt).rank % 8 == 0;
+}
+
+// Makes a product's kernel do the work of `adapt`, lora_up.
+void take_adapters(
+    LinearParams& params, LinearOperands& operands, const ProductStep& step, const Launch& adapt) {
+  const auto lora = constants_of<paged::LoraParams>(adapt);
+  auto operand_at = [&](int buffer) { return adapt.buffers[buffer].operand; };
+  params.is_gated = lora.is_gated;
+  params.has_residual = lora.has_residual;
+  params.adapters = {lora.num_adapters, lora.rank, lora.num_parts, {-1, -1, -1}};
+  operands.residual = operand_at(ProductStep::kResidual);
+  operands.hidden = operand_at(ProductStep::kHidden);
+  operands.adapters = operand_at(ProductStep::kAdapters);
+  for (size_t i = 0; i < step.parts.size(); i++) {
+    int target = params.adapters.target[i] = step.parts[i].target;
+    if (target >= 0) {
+      operands.parts[i].adapter = operand_at(ProductStep::kMatrices + target);
+      operands.parts[i].out = operand_at(ProductStep::kAdapted + target);
+    }
+  }
 }
 
 Launch kernel_product(const ProductStep& step, TmaKernels tma) {
@@ -381,14 +432,19 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
   LinearOperands operands{};
   operands.x = step.x;
   operands.residual = step.residual >= 0 ? step.residual : step.x;
-  operands.rotations = operands.slots = step.x;
+  operands.rotations = operands.slots = operands.hidden = operands.adapters = step.x;
+  for (auto& part : operands.parts) {
+    part.adapter = step.x;
+  }
   for (int i = 0; i < params.num_weights; i++) {
     const auto& part = step.parts[i];
     params.n[i] = part.n;
     params.has_bias[i] = part.bias >= 0;
-    operands.parts[i] = {
-        part.weight, part.bias >= 0 ? part.bias : part.weight, part.out, part.scales,
-        part.biases >= 0 ? part.biases : part.scales};
+    operands.parts[i] = {part.weight, part.bias >= 0 ? part.bias : part.weight,     part.out,
+                         part.scales, part.biases >= 0 ? part.biases : part.scales, step.x};
+  }
+  if (step.adapt) {
+    take_adapters(params, operands, step, *step.adapt);
   }
   if (step.write) {
     const auto& buffers = step.write->buffers;
@@ -454,10 +510,18 @@ std::vector<Launch> product_launches(
       refuse_product(step, part.n);
     }
   }
-  if (!is_many) {
+  if (!is_many && (!step.adapt || adds_adapters(step, tma))) {
     return {kernel_product(step, tma)};
   }
-  auto launches = library_products(step, workspace);
+  ProductStep alone = step;
+  alone.adapt = alone.write = std::nullopt;
+  alone.out_order = {};
+  std::vector<Launch> launches{};
+  if (is_many) {
+    launches = library_products(alone, workspace);
+  } else {
+    launches.push_back(kernel_product(alone, tma));
+  }
   for (auto& launch : launches_after_products(step, operands)) {
     launches.push_back(std::move(launch));
   }

@@ -33,12 +33,15 @@ struct LinearOperands {
     int out;
     int scales = -1;  // of a quantized weight
     int biases = -1;  // equal to scales if the format has none
+    int adapter = 0;  // b of LinearAdapters, or x
   };
   int x;
   int residual;  // equal to x if there is none
   Part parts[kLinearMaxWeights];
   int rotations;  // equal to x, like slots, without heads
   int slots;
+  int hidden;  // equal to x, like adapters, without adapters
+  int adapters;
 };
 
 Launch linear_launch(

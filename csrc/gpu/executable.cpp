@@ -229,7 +229,7 @@ std::vector<GpuExecutable::Step> GpuExecutable::ordered_steps(cuda::TmaKernels t
         cuda::rows_in_order(std::get<Launch>(steps[i]), *order);  // lora_down
       }
     }
-    if (auto* launch = std::get_if<Launch>(&steps[value.made_by])) {  // a norm or lora_up
+    if (auto* launch = std::get_if<Launch>(&steps[value.made_by])) {  // a norm
       cuda::rows_in_order(*launch, *order);
     } else {
       std::get<ProductStep>(steps[value.made_by]).out_order = *order;
@@ -304,6 +304,12 @@ std::vector<Launch> launches_after_products(
   auto bind = [&](Launch& launch, int operand, Access access) {
     launch.buffers.push_back({operand, access, operands[operand].bytes});
   };
+  if (step.adapt) {
+    launches.push_back(*step.adapt);
+    if (step.out_order.run > 0) {
+      cuda::rows_in_order(launches.back(), step.out_order);
+    }
+  }
   if (step.is_gated) {
     // In place, because each thread overwrites only what it reads itself.
     int item_size = step.dtype == DType::float32 ? 4 : 2;

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Adapters: lora_down for all targets of one x, then the products that they change, then lora_up.
-// In this order a GPU that starts a kernel early, as NVIDIA's can, loads the products' weights
-// while lora_down runs.
+// Adapters: lora_down for all targets of one x, then the products that they change, which add the
+// rest or are followed by lora_up. In this order a GPU that starts a kernel early, as NVIDIA's can,
+// loads the products' weights while lora_down runs.
 
 #include <algorithm>
 #include <utility>
@@ -26,16 +26,32 @@ void GpuLowering::lower_lora(const GraphNode& node) {
   std::vector<size_t> loras{graph_.index_of(node)};
   View base = dense_view(node.inputs[Lora::kBase], "a base that is not dense");
   require(begins_at_chunk(base), "a base that does not begin at 16 bytes");
-  add_up(add_down(view(node.inputs[Lora::kX]), loras), {base}, nullptr);
+  add_step(up_launch(add_down(view(node.inputs[Lora::kX]), loras), {base}, nullptr));
 }
 
 // Lowers products with adapters and what follows: silu_mul of two, or an addition to one.
 void GpuLowering::lower_adapted(const GraphNode& node) {
   const auto& [products, loras, unused] = std::get<AdaptedProducts>(node.fusion);
-  const auto& first = graph_.nodes()[products[0]];
-  auto adapters = add_down(view(linear_of(graph_, first)->x), loras);
-  add_step(products_of(products, first.outputs[0], false));
-  add_up(adapters, bases_of(loras), &node);
+  add_step(adapted_products(products, loras, &node));
+}
+
+// Adds lora_down and returns the products. `finish`: the node that they compute in the place of the
+// loras' results, or null.
+ProductStep GpuLowering::adapted_products(
+    const std::vector<size_t>& products, const std::vector<size_t>& loras,
+    const GraphNode* finish) {
+  const auto& nodes = graph_.nodes();
+  auto made = add_down(view(linear_of(graph_, nodes[products[0]])->x), loras);
+  ProductStep step = products_of(products, nodes[products[0]].outputs[0], false);
+  std::vector<View> bases;
+  for (size_t i = 0; i < loras.size(); i++) {
+    size_t base = base_of(loras[i]);
+    bases.push_back(view(nodes[base].outputs[0]));
+    size_t part = std::find(products.begin(), products.end(), base) - products.begin();
+    step.parts[part].target = int(i);
+  }
+  step.adapt = up_launch(made, bases, finish);
+  return step;
 }
 
 // Returns the loras that can follow these products in one launch, now lowered.
@@ -88,19 +104,15 @@ GpuLowering::Adapters GpuLowering::add_down(const View& x, const std::vector<siz
   return {loras, params, hidden};
 }
 
-// The results of the products that these loras change.
-std::vector<View> GpuLowering::bases_of(const std::vector<size_t>& loras) {
-  std::vector<View> bases;
-  for (size_t i : loras) {
-    std::vector<const GraphNode*> passed;
-    const auto* product = graph_.source_of(graph_.nodes()[i].inputs[Lora::kBase], passed);
-    bases.push_back(view(product->outputs[0]));
-  }
-  return bases;
+// The product that a lora changes.
+size_t GpuLowering::base_of(size_t lora) const {
+  std::vector<const GraphNode*> passed;
+  return graph_.index_of(*graph_.source_of(graph_.nodes()[lora].inputs[Lora::kBase], passed));
 }
 
-// `finish`: the node that lora_up computes in the place of the loras' results, or null.
-void GpuLowering::add_up(
+// Returns lora_up, for the next step. `finish`: the node that it computes in the place of the
+// loras' results, or null.
+Launch GpuLowering::up_launch(
     const Adapters& made, const std::vector<View>& bases, const GraphNode* finish) {
   const auto& nodes = graph_.nodes();
   const auto& first = nodes[made.loras[0]].inputs;
@@ -145,7 +157,7 @@ void GpuLowering::add_up(
   if (params.is_gated) {
     made_now(results[0], params.n_0);
   }
-  add_step(std::move(up));
+  return up;
 }
 
 }  // namespace mlx_paged

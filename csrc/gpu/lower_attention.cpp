@@ -24,7 +24,9 @@ void GpuLowering::lower_write_kv(const GraphNode& node) {
       "pools of another dtype");
   std::optional<ProductStep> products;
   if (!fused.products.empty()) {
-    products = products_of(fused.products, nodes[fused.products[0]].outputs[0], false);
+    products = fused.loras.empty()
+                   ? products_of(fused.products, nodes[fused.products[0]].outputs[0], false)
+                   : adapted_products(fused.products, fused.loras, nullptr);
   }
   paged::RopeParams params{};
   params.num_q_heads = queries.shape(1);

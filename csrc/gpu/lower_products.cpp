@@ -21,14 +21,11 @@ void GpuLowering::lower_linears(size_t index) {
   for (size_t i : together) {
     is_lowered_[i] = true;
   }
-  const auto& result = graph_.nodes()[index].outputs[0];
   auto loras = loras_after(together);
   if (loras.empty()) {
-    return add_step(products_of(together, result, false));
+    return add_step(products_of(together, graph_.nodes()[index].outputs[0], false));
   }
-  auto adapters = add_down(view(linear->x), loras);
-  add_step(products_of(together, result, false));
-  add_up(adapters, bases_of(loras), nullptr);
+  add_step(adapted_products(together, loras, nullptr));
 }
 
 void GpuLowering::lower_gated(const GraphNode& node) {

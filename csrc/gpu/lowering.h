@@ -66,8 +66,11 @@ class GpuLowering {
     View hidden;
   };
   Adapters add_down(const View& x, const std::vector<size_t>& loras);
-  void add_up(const Adapters& made, const std::vector<View>& bases, const GraphNode* finish);
-  std::vector<View> bases_of(const std::vector<size_t>& loras);
+  Launch up_launch(const Adapters& made, const std::vector<View>& bases, const GraphNode* finish);
+  size_t base_of(size_t lora) const;
+  ProductStep adapted_products(
+      const std::vector<size_t>& products, const std::vector<size_t>& loras,
+      const GraphNode* finish);
 
   // --- Heads and attention (lower_attention.cpp)
   void lower_write_kv(const GraphNode& node);

@@ -128,6 +128,12 @@ bool can_share_launch(const GraphNode& a, const GraphNode& b) {
 
 namespace {
 
+void absorb(StepGraph& graph, const std::vector<size_t>& nodes) {
+  for (size_t i : nodes) {
+    graph.nodes()[i].is_absorbed = true;
+  }
+}
+
 bool is_adapted(const StepGraph& graph, const GraphNode& node) {
   return adapted_product(graph, node).has_value();
 }
@@ -174,11 +180,8 @@ void fuse_adapters(StepGraph& graph, IsProduct is_product, bool in_products) {
     if (!found) {
       continue;
     }
-    for (const auto* absorbed : {&found->products, &found->loras}) {
-      for (size_t i : *absorbed) {
-        graph.nodes()[i].is_absorbed = true;
-      }
-    }
+    absorb(graph, found->products);
+    absorb(graph, found->loras);
     node.fusion = std::move(*found);
   }
 }
@@ -256,26 +259,32 @@ bool product_can_write(const StepGraph& graph, const GraphNode& write, const Qkv
   return true;
 }
 
-// The products of queries, keys and values, if they fit one launch and nothing else reads them.
-std::vector<size_t> products_of(
-    const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
+// The products of queries, keys and values and their loras, if they fit one launch and nothing else
+// reads them; otherwise no products.
+AdaptedProducts products_of(const StepGraph& graph, const GraphNode& write, const QkvWrite& found) {
   if (!product_can_write(graph, write, found)) {
     return {};
   }
-  std::vector<size_t> products;
+  const auto& nodes = graph.nodes();
+  AdaptedProducts made;
   for (const auto& from : {found.queries.from, found.keys.from, write.inputs[3]}) {
-    auto product = own_product(graph, from, is_linear);
+    auto lora = own_product(graph, from, is_adapted);
+    auto product = own_product(graph, lora ? nodes[*lora].inputs[Lora::kBase] : from, is_linear);
     if (!product) {
       return {};
     }
-    auto linear = linear_of(graph, graph.nodes()[*product]);
-    auto first = linear_of(graph, graph.nodes()[products.empty() ? *product : products[0]]);
-    if (value_of(linear->x) != value_of(first->x) || linear->codes != first->codes) {
+    if (lora) {
+      made.loras.push_back(*lora);
+    }
+    made.products.push_back(*product);
+    auto linear = linear_of(graph, nodes[*product]);
+    auto first = linear_of(graph, nodes[made.products[0]]);
+    if (value_of(linear->x) != value_of(first->x) || linear->codes != first->codes ||
+        (lora && !can_share_launch(nodes[made.loras[0]], nodes[*lora]))) {
       return {};
     }
-    products.push_back(*product);
   }
-  return products;
+  return made;
 }
 
 }  // namespace
@@ -288,11 +297,14 @@ void fuse_qkv_write(StepGraph& graph, bool in_products) {
     auto attention = attention_after(graph, node);
     require(attention.has_value(), "a write that no attention follows");
     const auto& queries = graph.nodes()[*attention].inputs[PagedAttention::kQueries];
-    QkvWrite found{*attention, heads_of(graph, queries), heads_of(graph, node.inputs[2]), {}};
-    found.products = in_products ? products_of(graph, node, found) : std::vector<size_t>{};
-    for (size_t product : found.products) {
-      graph.nodes()[product].is_absorbed = true;
+    QkvWrite found{*attention, heads_of(graph, queries), heads_of(graph, node.inputs[2]), {}, {}};
+    if (in_products) {
+      auto made = products_of(graph, node, found);
+      found.products = std::move(made.products);
+      found.loras = std::move(made.loras);
     }
+    absorb(graph, found.products);
+    absorb(graph, found.loras);
     for (const Heads* heads : {&found.queries, &found.keys}) {
       for (auto part : {heads->rope, heads->norm}) {
         if (part) {

@@ -54,6 +54,7 @@ struct QkvWrite {
   Heads queries;
   Heads keys;
   std::vector<size_t> products;  // of queries, keys and values; empty: separate steps
+  std::vector<size_t> loras;     // of those of the products that adapters change
 };
 
 // A weighted sum over experts, with the routing and the experts themselves.

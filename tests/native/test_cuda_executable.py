@@ -4,11 +4,13 @@ ones, to the same bits, and whole steps, replayed, against the graphs that they 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.adapters import with_adapters
 from support.gpu_executables import with_programs
 from support.mixtures import Experts, chosen_by, logits_apart
 from support.models import StepDriver, tiny_config, tiny_model
@@ -53,6 +55,50 @@ def test_a_product_with_a_residual(rng, dtype, k: int) -> None:
         x, residual = values(rng, rows, k, dtype=dtype), values(rng, rows, 144, dtype=dtype)
         got = run(lambda x, residual: residual + ops.linear(x, weight, b), x, residual)  # noqa: B023
         np.testing.assert_array_equal(bits(got), bits(residual + ops.linear(x, weight, b)))
+
+
+def quantized(weight: mx.array) -> Callable[[mx.array], mx.array]:
+    arrays = mx.quantize(weight, group_size=64, bits=4)
+    mx.eval(arrays)
+    return lambda x: ops.quantized_linear(x, *arrays, bits=4, group_size=64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits_of_weight", [16, 4])
+@pytest.mark.parametrize(("rank", "num_adapters"), [(16, 8), (40, 3)])
+def test_products_with_adapters(
+    rng, dtype, bits_of_weight: int, rank: int, num_adapters: int
+) -> None:
+    """Gates, and a product with a residual: as with kernels of their own, but for rounding. A row
+    has the same bits in any company, without an adapter those of the model's own products."""
+    n, k = 1024, 1024
+    weights = [values(rng, n, k, dtype=dtype) * (0.5 / k**0.5) for _ in range(3)]
+    stacks = [values(rng, num_adapters, rank, k, dtype=dtype) * (1 / k**0.5) for _ in range(6)]
+    mx.eval(weights, stacks)
+    layers = [
+        quantized(w) if bits_of_weight == 4 else (lambda x, w=w: ops.linear(x, w)) for w in weights
+    ]
+
+    def build(x: mx.array, *slots: mx.array) -> mx.array:
+        def layer(i: int, x: mx.array) -> mx.array:
+            out = layers[i](x)
+            return ops.lora(out, x, slots[0], *stacks[2 * i : 2 * i + 2]) if slots else out
+
+        return x + layer(2, ops.silu_mul(layer(0, x), layer(1, x)))
+
+    for rows in ROWS:
+        x = values(rng, rows, k, dtype=dtype)
+        chosen = mx.array([i * 7 % (num_adapters + 1) - 1 for i in range(rows)], mx.int32)
+        got, plain, apart = run(build, x, chosen), run(build, x), build(x, chosen)
+        size = np.abs(exact(apart)).max()
+        unit = 2.0**-9 if dtype == mx.float16 else 2.0**-6
+        assert np.abs(exact(got) - exact(apart)).max() <= unit * size
+        is_plain = np.array(chosen) < 0
+        same = (bits(got) == bits(plain)).all(axis=1)
+        np.testing.assert_array_equal(same, is_plain)
+        few = mx.array([0, rows - 1, rows // 2])
+        alone = run(build, x[few], chosen[few])
+        np.testing.assert_array_equal(bits(alone), bits(got[few]))
 
 
 MANY_ROWS = [65, 100, 256, 512]
@@ -256,26 +302,34 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim", "dtype", "kv_format"),
+    ("family", "head_dim", "dtype", "kv_format", "targets"),
     [
-        ("llama", 128, mx.bfloat16, None),
-        ("llama", 64, mx.float16, None),
-        ("qwen2", 64, mx.bfloat16, None),
-        ("qwen3", 128, mx.bfloat16, None),
-        ("llama", 128, mx.bfloat16, "int8"),
-        ("qwen3", 64, mx.bfloat16, "int8_k_int4_v"),
-        ("llama", 64, mx.float16, "fp8"),
-        ("llama", 80, mx.bfloat16, "int4"),  # (portable kernels serve it)
-        ("qwen3_moe", 64, mx.float16, None),
-        ("mixtral", 64, mx.float16, None),
+        ("llama", 128, mx.bfloat16, None, ()),
+        ("llama", 128, mx.bfloat16, None, ("q_proj", "v_proj")),
+        ("llama", 64, mx.float16, None, ("k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        ("llama", 64, mx.float16, None, ()),
+        ("qwen2", 64, mx.bfloat16, None, ()),
+        ("qwen3", 128, mx.bfloat16, None, ()),
+        ("llama", 128, mx.bfloat16, "int8", ()),
+        ("qwen3", 64, mx.bfloat16, "int8_k_int4_v", ()),
+        ("llama", 64, mx.float16, "fp8", ()),
+        ("llama", 80, mx.bfloat16, "int4", ()),  # (portable kernels serve it)
+        ("qwen3_moe", 64, mx.float16, None, ()),
+        ("mixtral", 64, mx.float16, None, ()),
     ],
 )
 def test_steps_of_a_model(
-    rng, family: str, head_dim: int, dtype: mx.Dtype, kv_format: str | None
+    rng,
+    family: str,
+    head_dim: int,
+    dtype: mx.Dtype,
+    kv_format: str | None,
+    targets: tuple[str, ...],
 ) -> None:
     """The third time a shape occurs it is a program, and blocks and splits are added while it
     repeats. Its logits are as near to those of float32 as the graph's: these models are sharpened,
-    so that roundings grow to some percent of them."""
+    so that roundings grow to some percent of them. targets: Layers that adapters change for two of
+    three sequences."""
     config = tiny_config(
         family, head_dim=head_dim, hidden_size=4 * head_dim, vocab_size=112, num_hidden_layers=2,
         **MIXTURES.get(family, {}),
@@ -290,6 +344,8 @@ def test_steps_of_a_model(
             model, family, block_size=16, num_blocks=256, kv_format=FORMATS.get(kv_format)
         )
         driver.runner.model._compiled.refusals.executables = None if programs else "a test"
+        if targets:
+            with_adapters(driver, config, targets, {i: i % 3 for i in range(100)})
         return driver
 
     drivers = [driver(dtype, True), driver(dtype, False), driver(mx.float32, False)]

@@ -24,7 +24,7 @@ HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
     *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
-    *("linear_finish.h", "linear_math.h", "operand_maps.h", "ordered_rows.h"),
+    *("linear_adapters.h", "linear_finish.h", "linear_math.h", "operand_maps.h", "ordered_rows.h"),
     *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
     *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
     *("paged_decode_quantised.h", "quantised_state.h", "code_ring.h", "code_fragments.h"),

@@ -46,7 +46,7 @@ def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
     assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
     assert launch["threadgroup"] == ((288 if copies_alone else 256), 1, 1)
-    assert len(launch["buffers"]) == 19
+    assert len(launch["buffers"]) == 24
 
 
 def test_shared_memory() -> None:
@@ -167,6 +167,7 @@ def params_of(launch: dict[str, Any]) -> dict[str, int]:
     names = ("num_rows", "k", "x_stride", "num_weights", "is_gated", "has_residual", "head_dim")
     names += ("n0", "n1", "n2", "bias0", "bias1", "bias2")
     names += ("x_is_ordered", "out_run", "out_apart")
+    names += ("num_adapters", "rank", "num_parts", "target0", "target1", "target2")
     return dict(zip(names, np.frombuffer(launch["constants"], np.int32).tolist(), strict=True))
 
 
@@ -283,10 +284,9 @@ def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[
         assert orders_of(launches) == [order, (True, order), (True, None)]
 
 
-@pytest.mark.parametrize(("tma", "suffix"), [("wgmma", "_ordered_64_4"), ("any", "")])
-def test_adapters_follow_the_order_of_their_products(tma: str, suffix: str) -> None:
-    """Products and their adapters read what a norm or a gate writes."""
-    mlp, rows, rank = Mlp(), 32, 8
+def launches_with_adapters(tma: str, rank: int) -> list[dict[str, Any]]:
+    """An MLP whose layers all have adapters."""
+    mlp, rows = Mlp(), 32
     slots = mx.zeros(rows, mx.int32)
     matrices = {
         (k, n): [mx.zeros((2, rank, size), mx.bfloat16) for size in (k, n)]
@@ -303,14 +303,44 @@ def test_adapters_follow_the_order_of_their_products(tma: str, suffix: str) -> N
         gated = ops.silu_mul(adapted(mlp.gate, normed), adapted(mlp.up, normed))
         return [adapted(mlp.down, gated)]
 
-    launches = launches_of(build, rows, K, tma)
-    kernels = [launch["kernel"] for launch in launches]
-    assert [name for name in kernels if not name.startswith("linear_")] == [
+    return launches_of(build, rows, K, tma)
+
+
+@pytest.mark.parametrize(("tma", "suffix"), [("wgmma", "_ordered_64_4"), ("any", "")])
+def test_products_add_their_adapters(tma: str, suffix: str) -> None:
+    """Products and lora_down read what a norm or a gate writes, in the order of the products."""
+    launches = launches_with_adapters(tma, 8)
+    names = [launch["kernel"] for launch in launches]
+    assert [name for name in names if not name.startswith("linear_")] == [
+        f"add_rms_norm_bfloat16{suffix}", *[f"lora_down_bfloat16{suffix}"] * 2
+    ]  # fmt: skip
+    products = [launch for launch in launches if launch["kernel"].startswith("linear_")]
+    assert orders_of(products) == [
+        (bool(suffix), (64, 4) if suffix else None),
+        (bool(suffix), None),
+    ]
+    gated, down = map(params_of, products)
+    assert gated["is_gated"] and not down["is_gated"]
+    for params, targets in ((gated, [0, 1]), (down, [0])):
+        assert [params[name] for name in ("num_adapters", "rank", "num_parts")] == [2, 8, 1]
+        assert [params[f"target{i}"] for i in range(len(targets))] == targets
+    of_adapters = [operand for operand, *_ in products[0]["buffers"][-5:]]
+    assert len(set(of_adapters)) == 5 and of_adapters[-1] == products[0]["buffers"][0][0]
+
+
+@pytest.mark.parametrize(("tma", "rank"), [("none", 8), ("wgmma", 12)])
+def test_other_products_leave_their_adapters_to_a_kernel(tma: str, rank: int) -> None:
+    """Those without a copy engine, and those with ranks that are no multiple of 8."""
+    launches = launches_with_adapters(tma, rank)
+    suffix = "_ordered_64_4" if tma == "wgmma" else ""
+    names = [launch["kernel"] for launch in launches]
+    assert [name for name in names if not name.startswith("linear_")] == [
         f"add_rms_norm_bfloat16{suffix}", f"lora_down_bfloat16{suffix}",
         f"lora_up_bfloat16{suffix}", f"lora_down_bfloat16{suffix}", "lora_up_bfloat16",
     ]  # fmt: skip
     products = [launch for launch in launches if launch["kernel"].startswith("linear_")]
     assert orders_of(products) == [(bool(suffix), None)] * 2
+    assert not any(params_of(launch)["num_adapters"] for launch in products)
 
 
 @pytest.mark.parametrize(("rows", "tma"), [(16, "wgmma"), (17, "any"), (64, "none")])

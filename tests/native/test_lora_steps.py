@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.adapters import random_layers
+from support.adapters import random_layers, with_adapters
 from support.gpu_executables import with_programs
 from support.models import StepDriver, random_tokens, tiny_config, tiny_model
 from support.simulated import launches, needs_simulator, simulated
 
-from mlx_paged.core import StepBatch
 from mlx_paged.model.lora import LowRank
 
 pytestmark = needs_simulator
@@ -21,27 +17,6 @@ pytestmark = needs_simulator
 NUM_LAYERS = 2
 LLAMA = tiny_config("llama", head_dim=32, num_hidden_layers=NUM_LAYERS)
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-def with_adapters(driver: StepDriver, slots: dict[int, int]) -> StepDriver:
-    """Gives the sequences of each batch the adapters in these slots, by their ids."""
-    model = driver.runner.model
-    model.enable_adapters(2, 8)
-    adapters = {}
-    for slot in (1, 2):
-        layers = random_layers(tiny_model(LLAMA), slot, names=TARGETS)
-        changes = {path: LowRank(a, b.T) for path, (a, b) in layers.items()}
-        adapters[slot] = SimpleNamespace(layers=changes)
-    launch = driver.runner.launch
-
-    def adapted(batch: StepBatch, *more: Any) -> Any:
-        for i, seq_id in enumerate(batch.seq_ids):
-            batch.adapter_ids[i] = slots[seq_id]
-        batch.adapters = {slot: adapters[slot] for slot in batch.adapter_ids if slot}
-        return launch(batch, *more)
-
-    driver.runner.launch = adapted  # type: ignore[method-assign]
-    return driver
 
 
 def driver_of() -> StepDriver:
@@ -53,7 +28,7 @@ def test_a_step_with_adapters_gives_what_its_graph_gives(
     rng: np.random.Generator, slots: dict[int, int]
 ) -> None:
     """Steps of three sequences: a prompt, decodes, and decodes alone."""
-    ours, graphs = (with_adapters(driver_of(), slots) for _ in range(2))
+    ours, graphs = (with_adapters(driver_of(), LLAMA, TARGETS, slots) for _ in range(2))
     alone = driver_of()
     steps = with_programs(ours)
     for work in ({"a": 7, "b": 1, "c": 2}, {"a": 1, "b": 1, "c": 1}):

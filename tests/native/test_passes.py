@@ -210,12 +210,17 @@ def attention(
     norm: bool = False,
     traditional: bool = False,
     reads_keys: bool = False,
+    ranks: tuple[int, ...] = (),
 ) -> list[mx.array]:
     *arrays, rotations, key_pool, value_pool = rest
     plan = ops.AttentionPlan(*arrays)
+    of_heads = iter(ranks)  # of keys, queries and values; 0: no adapters
 
     def heads(n: int = HEADS) -> mx.array:
         product = ops.linear(x, weight(n * HEAD_DIM, x.shape[-1], x.dtype))
+        if rank := next(of_heads, 0):
+            stacks = [mx.ones((2, rank, size), x.dtype) for size in (SIZE, n * HEAD_DIM)]
+            product = ops.lora(product, x, plan.positions, *stacks)
         return product.reshape(-1, n, 1, HEAD_DIM)
 
     def rotated(a: mx.array) -> mx.array:
@@ -241,6 +246,8 @@ def inputs_of_attention(dtype: mx.Dtype) -> list[mx.array]:
     ("options", "dtype", "parts"),
     [
         ({}, mx.bfloat16, ["Matmul", "rope", "Matmul", "rope", "Matmul"]),
+        ({"ranks": (0, 8, 8)}, mx.bfloat16, ["Matmul", "rope", "lora"] * 2 + ["Matmul"]),
+        ({"ranks": (16, 8, 8)}, mx.bfloat16, ["rope", "rope"]),  # two launches of lora_down
         ({}, mx.float32, ["rope", "rope"]),  # products in float32 do not write
         ({"traditional": True}, mx.bfloat16, ["rope", "rope"]),
         ({"norm": True}, mx.bfloat16, ["rms_norm", "rope", "rms_norm", "rope"]),

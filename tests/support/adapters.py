@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -16,7 +17,9 @@ import numpy as np
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.utils import load_adapters
 
-from support.models import dense_logits
+from mlx_paged.core import StepBatch
+from mlx_paged.model.lora import LowRank
+from support.models import StepDriver, dense_logits, tiny_model
 
 Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # by path: a [rank, in], b [out, rank]
 ATTENTION = ("q_proj", "v_proj")
@@ -43,6 +46,28 @@ def random_layers(
             layers[path] = a.astype(np.float32), b.astype(np.float32)
     assert layers
     return layers
+
+
+def with_adapters(
+    driver: StepDriver, config: dict[str, Any], names: Collection[str], slots: dict[int, int]
+) -> StepDriver:
+    """Gives the sequences of each batch the adapters in these slots, 1 or 2, by their ids."""
+    driver.runner.model.enable_adapters(2, 8)
+    adapters = {}
+    for slot in (1, 2):
+        layers = random_layers(tiny_model(config), slot, names=names)
+        changes = {path: LowRank(a, b.T) for path, (a, b) in layers.items()}
+        adapters[slot] = SimpleNamespace(layers=changes)
+    launch = driver.runner.launch
+
+    def adapted(batch: StepBatch, *more: Any) -> Any:
+        for i, seq_id in enumerate(batch.seq_ids):
+            batch.adapter_ids[i] = slots[seq_id]
+        batch.adapters = {slot: adapters[slot] for slot in batch.adapter_ids if slot}
+        return launch(batch, *more)
+
+    driver.runner.launch = adapted  # type: ignore[method-assign]
+    return driver
 
 
 def write_mlx(path: Path, layers: Layers, *, scale: float = 2.0, **config: Any) -> Path:

@@ -121,13 +121,19 @@ struct LinearPart {
   bool has_bias;
 };
 
+// Operands of the adapters of a launch (linear_adapters.h).
+#define ADAPTER_PARAMETERS                                                       \
+  const float *hidden, const int *adapters, const T *__restrict__ b_of_weight_0, \
+      const T *__restrict__ b_of_weight_1, const T *__restrict__ b_of_weight_2
+
 // Parameters of every kernel for unquantized linear layers.
 #define LINEAR_PARAMETERS                                                     \
   const T *__restrict__ x, const T *residual, const T *__restrict__ weight_0, \
       const T *__restrict__ bias_0, T *out_0, const T *__restrict__ weight_1, \
       const T *__restrict__ bias_1, T *out_1, const T *__restrict__ weight_2, \
       const T *__restrict__ bias_2, T *out_2, const float *rotations,         \
-      const int *__restrict__ slots, const __grid_constant__ LinearParams params
+      const int *__restrict__ slots, ADAPTER_PARAMETERS,                      \
+      const __grid_constant__ LinearParams params
 
 #define LINEAR_PARTS                                                \
   {{weight_0, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \

@@ -19,7 +19,7 @@ namespace mlx_paged::cuda {
 #define QUANTISED_PARAMETERS                                                            \
   const T *__restrict__ x, const T *residual, QUANTISED_WEIGHT(0), QUANTISED_WEIGHT(1), \
       QUANTISED_WEIGHT(2), const float *rotations, const int *__restrict__ slots,       \
-      const __grid_constant__ LinearParams params
+      ADAPTER_PARAMETERS, const __grid_constant__ LinearParams params
 
 #define QUANTISED_PARTS                                            \
   {{nullptr, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "copy_ring.h"
+#include "linear_adapters.h"
 #include "linear_quantised.h"
 #include "warpgroup.h"
 
@@ -44,6 +45,8 @@ struct QuantisedStream {
   static constexpr int kScaleWords = (kGroupsOfWarp * kScaleBytes + 3) / 4;
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
   using Sums = float[2][TILES][4];
+  using Adapters = AddedAdapters<T, kRows, TILES, kThreads / 32>;
+  static constexpr int kResultBytes = 8 * TILES * kQuantisedStreamPitch * 4;
   static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantisedStreamBytes);
 
   const unsigned int stages;  // address in shared memory
@@ -535,10 +538,28 @@ struct QuantisedStream {
     return store(shared, sums);
   }
 
+  __device__ __forceinline__ Adapters
+  adapters_of(const LinearParams& params, const AdapterOperands<T>& operands) const {
+    return {params, operands, which, tile_of_weight, rank, num_ranks};
+  }
+
+  __device__ __forceinline__ void fetch_adapters(
+      const LinearParams& params, const AdapterOperands<T>& operands) const {
+    const int warp = threadIdx.x / 32;
+    if (params.adapters.count > 0 && warp < kMultipliers) {
+      adapters_of(params, operands).fetch(warp, kMultipliers);
+    }
+  }
+
   // Finishes this block's share of the cluster's outputs. Called by all threads after store().
   __device__ __forceinline__ void finish(
       const LinearParams& params, const LinearPart<T> (&parts)[kLinearMaxWeights],
-      const T* residual, const float* rotations, const int* slots, const float* results) const {
+      const AdapterOperands<T>& adapters, const T* residual, const float* rotations,
+      const int* slots, float* results) const {
+    static_assert(kResultBytes + Adapters::kBytes <= kShape.barriers);
+    if (params.adapters.count > 0) {
+      adapters_of(params, adapters).add(results, kQuantisedStreamPitch, stages + kResultBytes);
+    }
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
         params, parts, which, tile_of_weight, residual, rotations, slots, [](int at) { return at; },
@@ -614,8 +635,11 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
+  const AdapterOperands<T> adapter_operands = {
+      hidden, adapters, {b_of_weight_0, b_of_weight_1, b_of_weight_2}};
   const Stream stream(params, paged::shared_address(shared));
   stream.begin();
+  stream.fetch_adapters(params, adapter_operands);
   if (threadIdx.x == 32 * Stream::kMultipliers) {
     stream.copy(
         params, maps, 0, Stream::kXBytes, 0, [](bool, bool) { return nullptr; },
@@ -625,8 +649,8 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
         },
         [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); });
   }
-  const float* results = stream.multiply_and_store(shared);
-  stream.finish(params, parts_of_launch, residual, rotations, slots, results);
+  float* results = stream.multiply_and_store(shared);
+  stream.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }
 
@@ -639,6 +663,8 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
+  const AdapterOperands<T> adapter_operands = {
+      hidden, adapters, {b_of_weight_0, b_of_weight_1, b_of_weight_2}};
   const Stream stream(params, paged::shared_address(shared));
   auto no_parts = [](bool, bool) { return nullptr; };
   auto copy_x = [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); };
@@ -652,6 +678,7 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
         },
         copy_x);
   }
+  stream.fetch_adapters(params, adapter_operands);
   const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
   typename Stream::Sums sums = {};
   stream.multiply_together(
@@ -660,10 +687,10 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
         stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
         copy_x(turn);
       });
-  const float* results = stream.store(shared, sums);
+  float* results = stream.store(shared, sums);
   // Recomputed here so that it holds no registers during the products.
   const Stream finished(params, paged::shared_address(shared));
-  finished.finish(params, parts_of_launch, residual, rotations, slots, results);
+  finished.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }
 

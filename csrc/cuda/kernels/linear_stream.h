@@ -8,6 +8,7 @@
 #pragma once
 
 #include "copy_ring.h"
+#include "linear_adapters.h"
 #include "linear_finish.h"
 #include "shared_memory.h"
 #include "tensor_core.h"
@@ -197,6 +198,8 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   const CopyRing<kStages> ring{tiles + stream_barriers(TILES)};
 
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = LINEAR_PARTS;
+  const AdapterOperands<T> adapter_operands = {
+      hidden, adapters, {b_of_weight_0, b_of_weight_1, b_of_weight_2}};
   const int num_ranks = cluster_size();
   const int rank = blockIdx.x % num_ranks;
   int tile_of_weight = blockIdx.x / num_ranks;
@@ -249,6 +252,13 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
         copy_x);
   }
 
+  using Adapters = AddedAdapters<T, kStreamRows, TILES, kStreamThreads / 32>;
+  constexpr int kResultBytes = 8 * TILES * kStreamPitch * 4;
+  static_assert(kResultBytes + Adapters::kBytes <= stream_barriers(TILES));
+  if (params.adapters.count > 0 && warp < kMultipliers) {
+    Adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks}.fetch(
+        warp, kMultipliers);
+  }
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
     if constexpr (WGMMA) {
@@ -269,6 +279,10 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   float* results = reinterpret_cast<float*>(shared);
   if (warp < kMultipliers) {
     store_sums(results, sums, warp, lane);
+  }
+  if (params.adapters.count > 0) {
+    Adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks}.add(
+        results, kStreamPitch, tiles + kResultBytes);
   }
   cluster_barrier();
 

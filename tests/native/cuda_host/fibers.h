@@ -231,6 +231,32 @@ inline void __syncthreads() {
   fibers::meet(fibers::block->meeting, int(fibers::block->fibers.size()), [] {});
 }
 
+inline unsigned int __reduce_or_sync(unsigned int, unsigned int v) {
+  struct Operand {
+    unsigned int from;
+    unsigned int* to;
+  };
+  unsigned int to;
+  fibers::together_in_warp(Operand{v, &to}, [](Operand* lanes) {
+    unsigned int all = 0;
+    for (int lane = 0; lane < 32; lane++) {
+      all |= lanes[lane].from;
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      *lanes[lane].to = all;
+    }
+  });
+  return to;
+}
+
+inline bool __any_sync(unsigned int mask, bool v) {
+  return __reduce_or_sync(mask, v) != 0;
+}
+
+inline int __ffs(int v) {
+  return __builtin_ffs(v);
+}
+
 inline unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int which) {
   unsigned long long both = a | static_cast<unsigned long long>(b) << 32;
   unsigned int out = 0;

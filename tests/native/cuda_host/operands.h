@@ -118,6 +118,79 @@ double worst_error(
   return worst;
 }
 
+// Low-rank adapters of a product's weights, as lora_down leaves them. Row i has adapter i % 4, the
+// third of which does not exist, and no weight but those of `changed` has any.
+template <typename T>
+struct TestAdapters {
+  static constexpr int kCount = 3;
+  static constexpr int kParts = 2;
+  int rank;
+  std::vector<int> ns;
+  std::vector<bool> changed;
+  std::vector<float> hidden;  // [targets, 64, parts, rank]
+  std::vector<int> adapters;
+  std::vector<std::unique_ptr<Aligned<T>>> b;
+
+  TestAdapters(std::mt19937& rng, int rank, std::vector<int> ns, std::vector<bool> changed)
+      : rank(rank), ns(ns), changed(changed) {
+    std::normal_distribution<double> normal;
+    for (size_t i = 0; i < ns.size() * 64 * kParts * rank; i++) {
+      hidden.push_back(float(normal(rng)));
+    }
+    for (int i = 0; i < 64; i++) {
+      adapters.push_back(i % 4 == 3 ? i % 8 == 3 ? -1 : kCount : (i / 3) % 4 % kCount);
+    }
+    for (int n : ns) {
+      b.push_back(std::make_unique<Aligned<T>>(size_t(kCount) * rank * n));
+      for (size_t i = 0; i < b.back()->size; i++) {
+        (*b.back())[i] = rounded_to<T>(normal(rng));
+      }
+    }
+  }
+
+  int target(size_t which) const {
+    return changed[which] ? int(std::count(changed.begin(), changed.begin() + which, true)) : -1;
+  }
+
+  mlx_paged::cuda::LinearAdapters params() const {
+    mlx_paged::cuda::LinearAdapters params{kCount, rank, kParts, {-1, -1, -1}};
+    for (size_t i = 0; i < ns.size(); i++) {
+      params.target[i] = target(i);
+    }
+    return params;
+  }
+
+  // Hidden values of the first `rows` rows, as a launch of so many has them.
+  std::vector<float> hidden_of(int rows) const {
+    std::vector<float> some;
+    for (size_t t = 0; t < ns.size(); t++) {
+      auto begin = hidden.begin() + t * 64 * kParts * rank;
+      some.insert(some.end(), begin, begin + rows * kParts * rank);
+    }
+    return some;
+  }
+
+  bool changes(int at, size_t which) const {
+    return changed[which] && adapters[at] >= 0 && adapters[at] < kCount;
+  }
+
+  // The change of a result, and the sum of its terms' magnitudes.
+  std::pair<double, double> change(int at, size_t which, int row) const {
+    double sum = 0;
+    double terms = 0;
+    for (int r = 0; changes(at, which) && r < rank; r++) {
+      double value = 0;
+      for (int part = 0; part < kParts; part++) {
+        value += hidden[((size_t(target(which)) * 64 + at) * kParts + part) * rank + r];
+      }
+      double term = value * float((*b[which])[(size_t(adapters[at]) * rank + r) * ns[which] + row]);
+      sum += term;
+      terms += std::fabs(term);
+    }
+    return {sum, terms};
+  }
+};
+
 // Slots of 64 rows, some of them none, and cosines and sines for them.
 void fill_heads(std::mt19937& rng, std::vector<float>& rotations, std::vector<int>& slots) {
   std::normal_distribution<double> normal;

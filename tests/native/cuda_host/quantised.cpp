@@ -3,6 +3,8 @@
 // The kernels of linear_quantised.h and linear_quantised_stream.h (csrc/cuda/kernels) on the CPU
 // (fibers.h), against float64. Prints a line for each failure, and how many products were compared.
 
+#include <optional>
+
 #include "fibers.h"
 
 #include "kernels/linear_quantised_stream.h"
@@ -107,6 +109,7 @@ struct Product {
   std::vector<float> rotations;
   std::vector<int> slots;
   Kind kind;
+  std::optional<TestAdapters<T>> adapters = {};
 
   Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k)
       : k(k), stride(k + 8), x(size_t(64) * (k + 8)), residual(size_t(64) * ns[0]), kind(kind) {
@@ -165,6 +168,14 @@ struct Product {
     p.is_gated = kind == Kind::gated;
     p.has_residual = kind != Kind::heads && c.extras;
     p.head_dim = kind == Kind::heads ? kHead : 0;
+    std::vector<float> hidden;
+    if (adapters) {
+      p.adapters = adapters->params();
+      hidden = adapters->hidden_of(c.rows);
+    }
+    auto b = [&](size_t i) {
+      return adapters ? adapters->b[std::min(i, weights.size() - 1)]->data : nullptr;
+    };
     std::vector<std::vector<T>> outs;
     for (size_t i = 0; i < weights.size(); i++) {
       p.n[i] = weights[i]->n;
@@ -187,7 +198,8 @@ struct Product {
           weights[of(0)]->biases.data, weights[of(0)]->bias.data, outs[of(0)].data(), codes(1),
           weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data,
           outs[of(1)].data(), codes(2), weights[of(2)]->scales.data, weights[of(2)]->biases.data,
-          weights[of(2)]->bias.data, outs[of(2)].data(), rotations.data(), slots.data(), p);
+          weights[of(2)]->bias.data, outs[of(2)].data(), rotations.data(), slots.data(),
+          hidden.data(), adapters ? adapters->adapters.data() : nullptr, b(0), b(1), b(2), p);
     };
     if (c.cluster) {
       auto kernel = c.tiles == 1   ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 1>
@@ -266,6 +278,11 @@ struct Product {
   void check(const Case& c, const std::vector<std::vector<T>>& outs, const std::string& name) {
     auto value = [&](int at, size_t which, int row) {
       auto [sum, terms] = dot(c, which, at, row);
+      if (adapters) {
+        auto [change, more] = adapters->change(at, which, row);
+        sum += change;
+        terms += 8 * more;
+      }
       double bias = c.extras ? float(weights[which]->bias[row]) : 0;
       double allowed =
           2e-6 * terms + kUnit<T> * (std::fabs(sum) + std::fabs(sum + bias) * c.extras);
@@ -380,6 +397,14 @@ void test(const char* dtype, bool all) {
       h.run({Kind::heads, 61, 8, 2, extras, true}, name + ", heads, together");
       p.run({Kind::gated, 17, 4, 2, extras, true}, name + ", gated, together");
       h.run({Kind::heads, 61, 8, 2, extras, true, true}, name + ", heads, in order");
+      Product<T, FORMAT, BITS, GROUP> a(rng, Kind::gated, {72, 72}, 512);
+      a.adapters.emplace(rng, 24, std::vector{72, 72}, std::vector{true, true});
+      same(
+          a.run({Kind::gated, 7, 1, 2, extras}, name + ", gated, adapters"),
+          a.run({Kind::gated, 17, 4, 2, extras, true}, name + ", gated, adapters, together"),
+          7 * 72, name + ", gated, adapters");
+      h.adapters.emplace(rng, 16, std::vector{192, 64, 64}, std::vector{true, false, true});
+      h.run({Kind::heads, 61, 8, 2, extras, true, true}, name + ", heads, adapters");
     }
   }
   {

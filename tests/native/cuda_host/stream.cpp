@@ -3,6 +3,8 @@
 // The kernel of linear_stream.h (csrc/cuda/kernels) on the CPU (fibers.h), against float64. Prints
 // a line for each failure, and how many results were compared.
 
+#include <optional>
+
 #include "fibers.h"
 
 #include "kernels/linear_stream.h"
@@ -28,6 +30,7 @@ struct Product {
   std::vector<std::unique_ptr<Aligned<T>>> biases;
   std::vector<float> rotations;
   std::vector<int> slots;
+  std::optional<TestAdapters<T>> adapters = {};
 
   Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k, bool extras)
       : kind(kind),
@@ -66,6 +69,14 @@ struct Product {
     p.has_residual = kind != Kind::heads && extras;
     p.head_dim = kind == Kind::heads ? kHead : 0;
     p.out_order = out_order;
+    std::vector<float> hidden;
+    if (adapters) {
+      p.adapters = adapters->params();
+      hidden = adapters->hidden_of(rows);
+    }
+    auto b = [&](size_t i) {
+      return adapters ? adapters->b[std::min(i, ns.size() - 1)]->data : nullptr;
+    };
     auto map = [&](const T* data, int rows, int stride, int box_rows) {
       return map_of(data, 2, rows, k, stride, box_rows, kLinearChunk);
     };
@@ -95,7 +106,8 @@ struct Product {
       kernel(
           x.data, residual.data, weights[i[0]]->data, biases[i[0]]->data, outs[i[0]].data(),
           weights[i[1]]->data, biases[i[1]]->data, outs[i[1]].data(), weights[i[2]]->data,
-          biases[i[2]]->data, outs[i[2]].data(), rotations.data(), slots.data(), p, maps);
+          biases[i[2]]->data, outs[i[2]].data(), rotations.data(), slots.data(), hidden.data(),
+          adapters ? adapters->adapters.data() : nullptr, b(0), b(1), b(2), p, maps);
     });
     if (out_order.run > 0) {
       move_back(outs[0], ns[0], out_order);
@@ -118,6 +130,11 @@ struct Product {
           double(float(x[size_t(at) * stride + i])) * float((*weights[which])[size_t(row) * k + i]);
       sum += term;
       terms += std::fabs(term);
+    }
+    if (adapters) {
+      auto [change, more] = adapters->change(at, which, row);
+      sum += change;
+      terms += kIsHalf<T> ? more : 8 * more;
     }
     double bias = extras ? float((*biases[which])[row]) : 0;
     double allowed = 2e-6 * terms + kUnit<T> * (std::fabs(sum) + extras * std::fabs(sum + bias));
@@ -198,9 +215,54 @@ void test() {
   }
 }
 
+// Products with adapters: right, in any company, and without one as if there were none.
+template <typename T>
+void test_adapters() {
+  std::mt19937 rng(9);
+  auto same = [&](const auto& few, const auto& many, size_t count, const char* what) {
+    if (!std::equal(few.begin(), few.begin() + count, many.begin())) {
+      failed++;
+      std::printf("other bits: %s\n", what);
+    }
+  };
+  auto check = [&](Kind kind, std::vector<int> ns, std::vector<bool> changed, int rank, int k) {
+    Product<T> p(rng, kind, ns, k, true);
+    auto plain = p.run(45, 8, 1);
+    p.adapters.emplace(rng, rank, ns, changed);
+    auto few = p.run(7, 1, 2);
+    auto many = p.run(45, 8, 1);
+    auto wgmma = p.run(45, 8, 4, true);
+    for (size_t w = 0; w < (kind == Kind::gated ? 1 : ns.size()); w++) {
+      same(many[w], wgmma[w], 45 * ns[w], "adapters, by four warps");
+      for (int at = 0; at < 45; at++) {
+        int to = kind == Kind::heads && w > 0 ? p.slots[at] : at;
+        if (to < 0) {
+          continue;
+        }
+        bool is_changed = p.adapters->changes(at, w) ||
+                          (kind == Kind::gated && p.adapters->changes(at, 1));
+        auto of = [&](const auto& out) { return out[w].begin() + size_t(to) * ns[w]; };
+        if (at < 7 && !std::equal(of(few), of(few) + ns[w], of(many))) {
+          failed++;
+          std::printf("other bits: adapters in other company\n");
+        }
+        if (is_changed == std::equal(of(plain), of(plain) + ns[w], of(many))) {
+          failed++;
+          std::printf("row %d has the bits of other adapters\n", at);
+        }
+      }
+    }
+  };
+  check(Kind::plain, {136}, {true}, 24, 256);
+  check(Kind::plain, {64, 40, 72}, {true, false, true}, 8, 512);
+  check(Kind::gated, {72, 72}, {true, true}, 16, 512);
+  check(Kind::heads, {192, 64, 64}, {true, false, true}, 40, 512);
+}
+
 }  // namespace
 
 int main() {
+  test_adapters<__nv_bfloat16>();
   test<__nv_bfloat16>();
 #ifndef ONE_KIND
   test<__half>();
