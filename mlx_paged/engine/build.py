@@ -199,7 +199,7 @@ def build_engine(
     runners = [runner] if draft_model is None else [draft_model.runner, runner]
     for each in runners:
         prepare_kernels(each.model, on_kernel)
-    memory.limit_run_ahead(platform)
+    memory.limit_run_ahead(platform, cache_limit)
     if warm_up.is_needed(config, platform):
         for each in runners:
             own = (default_adapter, _named_adapters(config, adapters)) if each is runner else ()

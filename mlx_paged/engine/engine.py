@@ -176,7 +176,7 @@ class Engine:
                 self._begin()
                 if not self._has_work:
                     # Other parts of the process may have taken memory since.
-                    memory.limit_run_ahead(self._runner.model.platform)
+                    memory.limit_run_ahead(self._runner.model.platform, self._cache_limit or 0)
                 self._follow_pressure()
                 self._relief.check_admission()
                 self._add(state, checked)

@@ -20,6 +20,7 @@ from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.errors import InvalidParameterError, OutOfMemoryError
+from mlx_paged.model.layerwise import LARGE_STEP, MOST_PARTS
 from mlx_paged.platform import Platform, is_cpu_default, is_out_of_memory
 
 if TYPE_CHECKING:  # A router needs the rest, but no model.
@@ -42,7 +43,10 @@ _MAX_UNMEASURED_CACHE = 1 * _GIB
 _MIN_CACHE_LIMIT = 64 << 20
 # Maximum tokens of a step on an NVIDIA GPU, and the bytes they need besides the weights.
 _STEP_TOKENS = ((8192, 16 * _GIB), (4096, 8 * _GIB))
+# Bytes that MLX may run ahead of a device if no step was measured, and the share of the device's
+# memory that layers of a large step may take ahead of those that run.
 _RUN_AHEAD = 5 * _GIB // 4
+_RUN_AHEAD_SHARE = 0.03
 
 
 @dataclass(frozen=True)
@@ -252,12 +256,27 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
 def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     """Bytes that the largest step needs: all its rows, and as many as possible sampled.
 
-    It runs on small temporary pools.
+    It runs on small temporary pools. On a GPU that takes the step layer by layer, this also
+    decides how many layers the host may be ahead, see `model.layerwise`.
     """
     batch = largest_step(config, len(runner.windows), has_states=runner.model.layout.has_states)
     num_blocks = 1 + max(max(table.blocks) for tables in batch.tables for table in tables)
     blocks = dict.fromkeys(runner.model.layout.group_specs, num_blocks)
     runner.allocate(blocks, 1 + batch.num_seqs)
+    model = runner.model
+    model.parts_ahead = 1
+    needed = _peak_of(runner, batch)
+    if not (model.platform.has_cuda and batch.num_tokens >= LARGE_STEP):
+        return needed
+    model.parts_ahead = 2
+    part = max(_peak_of(runner, batch) - needed, needed // MOST_PARTS, 1)
+    room = int(device_memory() * _RUN_AHEAD_SHARE)
+    model.parts_ahead = min(MOST_PARTS, 1 + room // part)
+    return needed + part * (model.parts_ahead - 1)
+
+
+def _peak_of(runner: ModelRunner, batch: StepBatch) -> int:
+    """Bytes that a step needs."""
     mx.synchronize()
     gc.collect()  # Otherwise, a collection during the step would distort the measurement.
     before = mx.get_active_memory()
@@ -322,7 +341,7 @@ def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_byt
     return limit
 
 
-def limit_run_ahead(platform: Platform) -> None:
+def limit_run_ahead(platform: Platform, step_bytes: int = 0) -> None:
     """Bounds the memory of operations that MLX has encoded but the device has not started.
 
     MLX encodes operations as fast as it can and allocates their memory right away. With CUDA, all
@@ -334,11 +353,14 @@ def limit_run_ahead(platform: Platform) -> None:
     then each operation waits for the previous one. So the limit only goes up there.
 
     The limit is for the whole process. Exceeding it is no error.
+
+    Args:
+        step_bytes: Bytes that the largest step needs, if they were measured.
     """
     is_cpu_only = not mx.is_available(mx.gpu)
     if not (platform.has_cuda or is_cpu_only):
         return
-    wanted = mx.get_active_memory() + _RUN_AHEAD
+    wanted = mx.get_active_memory() + max(_RUN_AHEAD, step_bytes)
     previous = mx.set_memory_limit(wanted)
     if is_cpu_only and previous > wanted:
         mx.set_memory_limit(previous)

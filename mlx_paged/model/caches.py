@@ -9,7 +9,6 @@ which only the attention patch (`mlx_paged.model.patches`) accepts.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
+from mlx_paged.model.layerwise import LayerwiseSubmit
 from mlx_paged.model.layout import FULL, KVCacheGroupSpec, LayerSpec
 from mlx_paged.model.media import MediaRows
 from mlx_paged.model.plan import StatePlan
@@ -27,45 +27,6 @@ from mlx_paged.ops import AttentionOptions, AttentionPlan
 # --- The step -------------------------------------------------------------------------------------
 
 Attend = Callable[[mx.array, AttentionPlan], mx.array]
-
-
-@dataclass(frozen=True)
-class LayerwiseSubmit:
-    """Submits a large step to the device in parts while the host builds the rest.
-
-    A part's intermediate arrays take memory until all of it has run. So in a large step, the host
-    waits for earlier parts while it builds others, and the parts in flight keep the device busy.
-
-    Attributes:
-        num_layers: Layers of a part.
-        most: Maximum parts in flight; None means no limit.
-    """
-
-    num_layers: int
-    most: int | None = None
-    _under_way: deque[mx.array] = field(default_factory=deque, init=False, compare=False)
-
-    def layer_built(self, layer: int, pool: mx.array, rows: mx.array) -> None:
-        """Submits all layers up to `layer` if that ends a part.
-
-        Args:
-            pool: The pool that it has written.
-            rows: The rows written there. A pool that is kept alive is not written in place.
-        """
-        if layer % self.num_layers:
-            return
-        mx.async_eval(pool)  # type: ignore[no-untyped-call]
-        if self.most is None:
-            return
-        self._under_way.append(rows)
-        if len(self._under_way) > self.most:
-            mx.eval(self._under_way.popleft())
-
-    def attention_built(self, layer: int, out: mx.array) -> None:
-        """Submits the attention of the first layer, because the device would otherwise idle until
-        the rest of the layer is built."""
-        if layer == 0:
-            mx.async_eval(out)  # type: ignore[no-untyped-call]
 
 
 class LastLayerPruning:

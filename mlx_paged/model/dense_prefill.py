@@ -26,9 +26,9 @@ from mlx_paged.platform import Platform
 
 # Shorter chunks gain less than gathering and another shape cost.
 MIN_ROWS = 512
-# The same if `ops.paged_attention` has a kernel for Hopper: with this many rows it takes a quarter
-# longer, and with few rows less than gathering. Without gathering, cuDNN is faster.
-_MIN_GATHERED_ROWS = 2048
+# The same if `ops.paged_attention` has a kernel for Hopper. With this many rows it takes a quarter
+# longer. With fewer, that is less than the first steps of a load wait for cuDNN to prepare shapes.
+_MIN_ROWS_ON_HOPPER = 2048
 ALIGNMENT = 256
 _MAX_DIM = 128  # cuDNN's
 # Maximum tokens of all sequences of one call. Gathered keys and values take memory, and longer
@@ -118,12 +118,12 @@ class DensePrefill:
         return _joined([parts[first] for first in sorted(parts)])
 
 
-def least_gathered_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
-    """Returns the minimum rows of a chunk with gathered keys, for a model with these layers."""
+def least_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
+    """Returns the minimum rows of a chunk, for a model with these layers."""
     dims = {spec.pool_dims for spec in specs}
     has_kernels = all(ops.has_wgmma_prefill(k, v, block_size) for k, v in dims)
     is_served = ops.has_wgmma() and has_kernels
-    return _MIN_GATHERED_ROWS if is_served else MIN_ROWS
+    return _MIN_ROWS_ON_HOPPER if is_served else MIN_ROWS
 
 
 def plan_dense_prefill(
@@ -133,19 +133,18 @@ def plan_dense_prefill(
     *,
     block_size: int,
     bounds: np.ndarray | None = None,
-    least_gathered: int = MIN_ROWS,
+    least_rows: int = MIN_ROWS,
     platform: Platform | None = None,
 ) -> DensePrefill | None:
     """Plans one step; None without a long chunk, or without CUDA. See `build_plan`.
 
     Args:
-        least_gathered: Minimum rows of a chunk that is not a whole, aligned prompt.
+        least_rows: Minimum rows of a chunk.
 
     A chunk with rows that see later positions is not MLX's causal attention, and is left to the
     paged kernels.
     """
-    is_whole = (context_lens == query_lens) & (query_lens % ALIGNMENT == 0)
-    long = query_lens >= np.where(is_whole, MIN_ROWS, least_gathered)
+    long = query_lens >= least_rows
     platform = platform or Platform.current()
     if not (platform.has_cuda and long.any()):
         return None

@@ -19,7 +19,6 @@ from mlx_paged.model.caches import (
     KVPools,
     LastLayerPruning,
     LatentLayerCache,
-    LayerwiseSubmit,
     PagedLayerCache,
     Step,
     StepContext,
@@ -34,6 +33,7 @@ from mlx_paged.model.graph_runner import (
     Repetition,
     StepOutput,
 )
+from mlx_paged.model.layerwise import layerwise_submit
 from mlx_paged.model.layout import (
     FULL,
     CacheLayout,
@@ -66,12 +66,6 @@ from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
 _MAX_FIRST_ROWS = 1024  # cached arrays of logit rows: as many as steps may have rows
-# A GPU starts the first layers of a step with prompts while the host builds the others. This many
-# layers keep it busy longer than the host takes to build as many.
-_LAYERS_OF_PART = 4
-# The arrays of a large step's layers take memory: the host builds one layer ahead.
-_LARGE_STEP = 2048  # rows
-_MAX_LARGE_PARTS = 1
 # Rows that are not sampled from. Steps of up to 64 rows are executables, and with fewer unsampled
 # rows the last layer takes hardly less time.
 _MIN_UNSELECTED = 64
@@ -92,6 +86,7 @@ class PagedModel:
         adapter_layers: The slots for adapters; None before `enable_adapters`.
         prunes_last_layer: True if the last layer of a step with prompts may leave out rows that are
             not sampled. All ranks must do the same.
+        parts_ahead: Layers of a large step that the host may be ahead of a GPU.
     """
 
     def __init__(
@@ -127,7 +122,8 @@ class PagedModel:
         self._taps: Taps | None = None
         self._stage: Stage | None = None
         self._activations = "float32"
-        self._least_gathered = dense_prefill.MIN_ROWS
+        self.parts_ahead = 1
+        self._least_dense = dense_prefill.MIN_ROWS
         self._known_shared_rows: dict[KVCacheGroupSpec, int] = {}
         # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
         self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
@@ -220,7 +216,7 @@ class PagedModel:
                 leaves.append(self._states[-1])
         self.caches = assemble(self.layout.tree, leaves)
         self._allocated = self.pools()
-        self._least_gathered = dense_prefill.least_gathered_rows(
+        self._least_dense = dense_prefill.least_rows(
             [cache.spec for cache in self._attention if cache.spec.group_spec == FULL],
             self.block_size,
         )
@@ -629,18 +625,12 @@ class PagedModel:
                 inputs.query_lens,
                 block_size=self.block_size,
                 bounds=self._bounds(inputs, FULL),
-                least_gathered=self._least_gathered,
+                least_rows=self._least_dense,
                 platform=self.platform,
             )
-        # A step of decodes only is built while the step before runs, and repeats as one graph.
-        parts = None
+        layerwise = None
         if self.platform.has_cuda and longest > 1:
-            is_large = inputs.query_lens.sum() >= _LARGE_STEP
-            parts = (
-                LayerwiseSubmit(1, most=_MAX_LARGE_PARTS)
-                if is_large
-                else LayerwiseSubmit(_LAYERS_OF_PART)
-            )
+            layerwise = layerwise_submit(int(inputs.query_lens.sum()), self.parts_ahead)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
         logit_rows = self._logit_rows(inputs.logit_rows, stays)
         selected = self._selected(inputs, logit_rows)
@@ -655,7 +645,7 @@ class PagedModel:
             plans,
             states,
             prefill,
-            parts,
+            layerwise,
             media,
             selected,
             inputs.num_ordered_rows,

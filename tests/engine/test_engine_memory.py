@@ -107,6 +107,27 @@ def test_the_activation_peak_grows_with_the_step() -> None:
     assert small < large and 512 * hidden * 4 < large < 512 * hidden * 4 * 100
 
 
+@pytest.mark.parametrize(
+    ("bytes_of_two", "ahead"),
+    [(1300, 3), (1001, 7), (10_000, 1)],  # 3% of the device: 750 bytes; a part counts at least 125
+)
+def test_the_host_is_ahead_by_what_memory_allows(monkeypatch, bytes_of_two, ahead) -> None:
+    engine = Engine(load(), EngineConfig(num_gpu_blocks_override=8))
+    runner = engine._runner
+    runner.model.platform = platform_with(has_cuda=True)
+    peaks: list[int] = []
+
+    def peak_of(runner, batch) -> int:
+        peaks.append(1000 if runner.model.parts_ahead == 1 else bytes_of_two)
+        return peaks[-1]
+
+    monkeypatch.setattr(memory, "_peak_of", peak_of)
+    monkeypatch.setattr(memory, "device_memory", lambda: 25_000)
+    needed = measure_activations(runner, EngineConfig(max_num_seqs=4, max_num_batched_tokens=2048))
+    assert peaks == [1000, bytes_of_two] and runner.model.parts_ahead == ahead
+    assert needed == 1000 + (ahead - 1) * max(bytes_of_two - 1000, 125)
+
+
 @pytest.mark.parametrize(("num_seqs", "num_tokens"), [(1, 10), (7, 100), (256, 2048), (8, 8)])
 def test_the_largest_step_is_within_the_limits(num_seqs, num_tokens) -> None:
     config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)

@@ -14,7 +14,8 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.model import dense_prefill
-from mlx_paged.model.caches import LayerwiseSubmit, PagedLayerCache, Step, StepContext
+from mlx_paged.model.caches import PagedLayerCache, Step, StepContext
+from mlx_paged.model.layerwise import LayerwiseSubmit
 from mlx_paged.model.layout import LayerSpec
 from mlx_paged.model.plan import build_plan
 
@@ -100,13 +101,13 @@ def test_sequences_that_are_alike_are_one_call(
 @pytest.mark.parametrize(
     ("context_lens", "query_lens", "chunks"),
     [
-        ([512, 1024], [512, 1024], 2),  # whole prompts
-        ([1000, 1536], [1000, 1000], 0),  # not aligned; behind a prefix
-        ([512, 2600], [512, 2047], 1),
-        ([2600, 512], [2048, 512], 2),
+        ([512, 1024], [512, 1024], 0),
+        ([512, 2600], [512, 2047], 0),
+        ([2600, 512], [2048, 512], 1),
+        ([2048], [2048], 1),
     ],
 )
-def test_short_chunks_are_not_gathered_on_hopper(
+def test_hopper_s_kernel_takes_short_chunks(
     context_lens: list[int],
     query_lens: list[int],
     chunks: int,
@@ -118,17 +119,17 @@ def test_short_chunks_are_not_gathered_on_hopper(
         )
 
     monkeypatch.setattr(ops, "has_wgmma", lambda: False)
-    assert dense_prefill.least_gathered_rows([spec(128)], 16) == 512
+    assert dense_prefill.least_rows([spec(128)], 16) == 512
     monkeypatch.setattr(ops, "has_wgmma", lambda: True)
-    assert dense_prefill.least_gathered_rows([spec(128), spec(96)], 16) == 512, "one is slow"
-    assert dense_prefill.least_gathered_rows([spec(128)], 8) == 512, "of small blocks all are"
-    least = dense_prefill.least_gathered_rows([spec(128), spec(64)], 16)
+    assert dense_prefill.least_rows([spec(128), spec(96)], 16) == 512, "one is slow"
+    assert dense_prefill.least_rows([spec(128)], 8) == 512, "of small blocks all are"
+    least = dense_prefill.least_rows([spec(128), spec(64)], 16)
     prefill = dense_prefill.plan_dense_prefill(
         tables_of(context_lens),
         np.array(context_lens),
         np.array(query_lens),
         block_size=BLOCK,
-        least_gathered=least,
+        least_rows=least,
     )
     found = 0 if prefill is None else sum(chunk.num_sequences for chunk in prefill.chunks)
     assert found == chunks
