@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Any
 
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
@@ -130,6 +132,17 @@ def test_a_request_with_edits_makes_its_company_wait_for_drafts() -> None:
     found = Run(drafting(), params)
     assert found.num_read > 0 and found.num_in_flight > 0
     assert found.answers == Run(make(), params).answers
+
+
+def test_the_thread_that_reads_drafts_need_not_have_launched_them() -> None:
+    params = params_of(4)
+    llm, expected = drafting(), Run(make(), params)
+    engine, step = llm.engine, llm.engine.step
+    with ThreadPoolExecutor(1) as other:
+        turns = cycle([step, lambda: other.submit(step).result()])
+        engine.step = lambda: next(turns)()  # type: ignore[method-assign]
+        found = Run(llm, params)
+    assert found.num_in_flight > 4 and found.answers == expected.answers
 
 
 class Broken:

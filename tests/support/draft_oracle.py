@@ -62,12 +62,26 @@ def recorded(
 
     def begin(self: Drafter, wanted: Sequence[Wanted]) -> StartedDrafts:
         started = real(self, wanted)
-        drafts = oracle.replaced(wanted, started.finish())
-        in_flight = None if started.in_flight is None else on_device(wanted, drafts)
-        return StartedDrafts(lambda: drafts, in_flight)
+        made = started.finish()
+        drafts = oracle.replaced(wanted, made)
+        if started.in_flight is None:
+            return StartedDrafts(lambda: drafts)
+        check_in_flight(started.in_flight, wanted, made)
+        return StartedDrafts(lambda: drafts, on_device(wanted, drafts))
 
     monkeypatch.setattr(kind, "begin", begin)
     return oracle
+
+
+def check_in_flight(
+    in_flight: DraftsInFlight, wanted: Sequence[Wanted], drafts: Sequence[Draft | None]
+) -> None:
+    """The device has the drafts that the host reads, up to the end of an answer."""
+    tokens = np.array(in_flight.tokens)
+    for each, draft in zip(wanted, drafts):
+        if draft is not None:
+            own = tokens[in_flight.places[each.seq.seq_id]].tolist()
+            assert own[: len(draft.tokens)] == list(draft.tokens)
 
 
 def on_device(wanted: Sequence[Wanted], drafts: Sequence[Draft | None]) -> DraftsInFlight:

@@ -242,4 +242,5 @@ class AssistantDrafter(Drafter):
                 edit = edits_of(member.seq, key)
                 if edit is not None:
                     edits.append((index, edit))
-        return draft_settings([member.seq.sampler.row for member in members], positions, edits)
+        rows = SamplingMetadata.of([member.seq.sampler.row for member in members])
+        return draft_settings(rows, positions, edits)

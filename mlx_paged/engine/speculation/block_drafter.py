@@ -170,7 +170,7 @@ class BlockDrafter(HeadDrafter):
                     edits.append((len(rows), edit))
             rows += [seq.sampler.row] * member.max_drafts
             positions += range(begin, begin + member.max_drafts)
-        return draft_settings(rows, positions, edits)
+        return draft_settings(SamplingMetadata.of(rows), positions, edits)
 
 
 def _features(

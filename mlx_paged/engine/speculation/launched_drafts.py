@@ -58,7 +58,8 @@ class LaunchedDrafts:
         self._parts.append(_Part(tokens, reported, members, places))
 
     def in_flight(self) -> DraftsInFlight | None:
-        """The drafts as inputs of a step; None if there are none, or if they have been read."""
+        """Starts the drafts, and returns them as inputs of a step; None if there are none, or if
+        they have been read."""
         found: dict[int, list[int]] = {}
         offset = 0
         for tokens, _, members, places in self._parts:
@@ -67,6 +68,8 @@ class LaunchedDrafts:
             offset += tokens.size
         if not found:
             return None
+        # Otherwise, those that no runner has launched would begin with the step.
+        mx.async_eval(*(part.reported for part in self._parts))  # type: ignore[no-untyped-call]
         return DraftsInFlight(mx.concatenate([part.tokens for part in self._parts]), found)
 
     def read(self) -> None:

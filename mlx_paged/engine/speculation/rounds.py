@@ -98,6 +98,8 @@ class DraftRounds:
         self._num_tokens = num_tokens
         self._copies: list[list[BlockCopy]] = []  # not made yet, step by step
         self._thread = threading.current_thread()  # the one that ran the last round
+        self._rows: list[SamplingRow] = []  # sampled by the last round but the first
+        self._columns = SamplingMetadata.of([])  # of them
 
     def reset(self) -> None:
         """Forgets a round that was interrupted, and all copies."""
@@ -230,19 +232,24 @@ class DraftRounds:
                 edit = edits_of(member.seq, key)
                 if edit is not None:
                     edits.append((len(rows) - 1, edit))
-        return draft_settings(rows, positions, edits)
+        if number == 0:  # which has other rows in every step
+            return draft_settings(SamplingMetadata.of(rows), positions, edits)
+        if rows != self._rows:
+            self._rows, self._columns = rows, SamplingMetadata.of(rows)
+        return draft_settings(self._columns, positions, edits)
 
 
 def draft_settings(
-    rows: list[SamplingRow], positions: list[int], edits: list[tuple[int, LogitEdits]]
+    columns: SamplingMetadata, positions: list[int], edits: list[tuple[int, LogitEdits]]
 ) -> SamplingMetadata:
     """The settings of sampled rows at other positions than the sequences' own, without reports.
 
     Args:
+        columns: The sequences' own settings.
         edits: (row, what its request does to the logits).
     """
     return replace(
-        SamplingMetadata.of(rows),
+        columns,
         position=np.array(positions, dtype=np.uint32),
         edits=edits,
         logprobs=[],
