@@ -185,9 +185,11 @@ struct AddedAdapters {
   }
 
   // Writes hidden values from `first_rank` on, [gate or up][row of x][pair], as two numbers of 16
-  // bits: together they are nearly as exact as fp32. All loads of a thread are under way at once.
+  // bits: together they are nearly as exact as fp32. A thread's loads of several parts are under
+  // way at once.
   __device__ __forceinline__ void stage_hidden(unsigned int memory, int first_rank) const {
     constexpr int kFours = kRanks / 4;  // of hidden values
+    constexpr int kPartsAtOnce = 4;
     constexpr int kItems = 2 * kRowsOfX * kFours;
     constexpr int kItemsOfThread = (kItems + 32 * WARPS - 1) / (32 * WARPS);
     float4 sums[kItemsOfThread];
@@ -204,13 +206,23 @@ struct AddedAdapters {
       from[j] = exists ? operands.hidden + first_part * params.adapters.rank + rank : nullptr;
       sums[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-#pragma unroll 4
-    for (int part = 0; part < params.adapters.num_parts; part++) {
+    const int num_parts = params.adapters.num_parts;
+    for (int first = 0; first < num_parts; first += kPartsAtOnce) {
+      float4 parts[kPartsAtOnce][kItemsOfThread];
 #pragma unroll
-      for (int j = 0; j < kItemsOfThread; j++) {
-        if (from[j]) {
-          const float* of_part = from[j] + part * params.adapters.rank;
-          sums[j] = sum_of(sums[j], *reinterpret_cast<const float4*>(of_part));
+      for (int p = 0; p < kPartsAtOnce; p++) {
+#pragma unroll
+        for (int j = 0; j < kItemsOfThread; j++) {
+          const float* of_part = from[j] + (first + p) * params.adapters.rank;
+          parts[p][j] = from[j] && first + p < num_parts ? *reinterpret_cast<const float4*>(of_part)
+                                                         : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < kPartsAtOnce; p++) {
+#pragma unroll
+        for (int j = 0; j < kItemsOfThread; j++) {
+          sums[j] = sum_of(sums[j], parts[p][j]);
         }
       }
     }
