@@ -196,7 +196,7 @@ def build_engine(
         sum(pool.nbytes for pool in paged.pools()),
         4 * config.max_num_seqs * model.vocab_size,
     )
-    runners = [runner] if draft_model is None else [draft_model.runner, runner]
+    runners = [runner] if draft_model is None else [*draft_model.runners, runner]
     for each in runners:
         prepare_kernels(each.model, on_kernel)
     memory.limit_run_ahead(platform, cache_limit)
@@ -232,7 +232,8 @@ def build_engine(
             default_adapter=default_adapter,
         )
 
-    # A draft model computes again what it lacks, and a head cannot.
+    # A draft model computes again what it lacks, and a head cannot. Of several heads, the first
+    # one's blocks travel: the others' drafts are worse until the window of their layers has passed.
     head = draft_model.runner.model if isinstance(draft_model, HeadDrafter) else None
     offloading = _offloading(paged, model, config, kv_config, max_model_len, head)
 

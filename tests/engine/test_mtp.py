@@ -39,14 +39,14 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Oracle]:
     yield recorded(monkeypatch, 0.8)
 
 
-def llm_of(path: Path, *, drafts: bool, **more: Any) -> LLM:
+def llm_of(path: Path, *, drafts: bool, num_blocks: int = 60, **more: Any) -> LLM:
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False, **more}
     return LLM(
         load(path, dtype="float32"),
         block_size=8,
         max_num_seqs=6,
         max_num_batched_tokens=24,
-        num_gpu_blocks_override=60,
+        num_gpu_blocks_override=num_blocks,
         typical_context_len=60,
         speculative_config=config if drafts else None,
     )
@@ -77,6 +77,33 @@ def test_drafts_are_those_of_the_reference(name: str, tmp_path: Path, oracle: Or
         num_same += tuple(found) == draft.tokens
     # An expert may be chosen by the last bit.
     assert num_same >= len(made) - 1
+
+
+@pytest.mark.one_in(3)
+def test_a_head_for_each_draft(tmp_path: Path, oracle: Oracle) -> None:
+    """Prefixes are shared, sequences are preempted, answers have penalties."""
+    MtpReference(CASES["step3p5"], tmp_path)
+    with pytest.raises(InvalidParameterError, match=r"at most 3 .* has a head for each draft"):
+        llm_of(tmp_path, drafts=True, num_speculative_tokens=4)
+    rng = np.random.default_rng(4)
+    shared = random_tokens(rng, 21)
+    prompts = [[*shared, *random_tokens(rng, n)] for n in (1, 2, 5, 9, 14, 20)]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True, presence_penalty=0.9
+        )
+        for i in range(len(prompts))
+    ]
+    expected = llm_of(tmp_path, drafts=False).generate(prompts, params)
+    oracle.tell(expected)
+    llm = llm_of(tmp_path, drafts=True, num_blocks=20)
+    for _ in range(2):
+        assert_same(llm.generate(prompts, params), expected)
+    stats = llm.stats()
+    assert stats.spec_decoding is not None and stats.spec_decoding.num_accepted_tokens > 40
+    assert stats.num_preemptions > 0
+    assert {len(draft.tokens) for _, _, draft in oracle.made} >= {1, 2, 3}
+    llm.engine.check_integrity()
 
 
 def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:

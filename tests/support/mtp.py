@@ -31,7 +31,7 @@ class Case:
 
     Attributes:
         reference: transformers' model, without the head's layer.
-        prefix: Before the names of the head's weights.
+        prefix: Before the names of the head's weights; "{}" is its number behind the layers.
         names: Of its two first norms, its projection and its last norm; None: the model's norm.
         layer: Before the names of its layers' weights, after `prefix`; "{}" is a layer's number.
         renamed: Names in its layers, by transformers' names.
@@ -43,6 +43,7 @@ class Case:
         output: Name of the head's own output projection, if it has one.
         model_type: The family, if transformers' is another one with the same layers.
         counts: Fields that count layers, and what each layer counts.
+        num_heads: Heads, of one layer each if there are several: one for each draft.
         added: Entries of its layers in lists of the config.
         own_fields: Fields that the saved config has in addition.
         published: The published config, if it has no field in common with transformers'.
@@ -62,6 +63,7 @@ class Case:
     output: str | None = None
     model_type: str | None = None
     counts: Mapping[str, int] = field(default_factory=lambda: {"num_hidden_layers": 1})
+    num_heads: int = 1
     added: Mapping[str, list[Any]] = field(default_factory=dict)
     own_fields: Mapping[str, Any] = field(default_factory=dict)
     published: Mapping[str, Any] | None = None
@@ -116,11 +118,11 @@ _STEP_LISTS: dict[str, list[Any]] = {
     "swiglu_limits_shared": [0.0, 0.0, 0.5, 0.5],
 }
 _STEP_HEAD: dict[str, list[Any]] = {
-    "layer_types": ["sliding_attention"],
-    "rope_theta": [1e4],
-    "partial_rotary_factors": [1.0],
-    "swiglu_limits": [0.0],
-    "swiglu_limits_shared": [0.25],
+    "layer_types": ["sliding_attention"] * 3,
+    "rope_theta": [1e4] * 3,
+    "partial_rotary_factors": [1.0] * 3,
+    "swiglu_limits": [0.0] * 3,
+    "swiglu_limits_shared": [0.25, 0.0, 0.5],
 }
 _STEP_FIELDS = {
     **HEAD,
@@ -216,13 +218,14 @@ CASES: dict[str, Case] = {
     "step3p5": Case(
         _STEP,
         **{  # type: ignore[arg-type]
-            **_DEEPSEEK,
+            "prefix": "model.layers.{}.",
             "names": ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm"),
         },
         reads_normed=False,
         offset=1.0,
         output="transformer.shared_head.output",
-        added={**_STEP_HEAD, "mlp_layer_types": ["dense"]},
+        num_heads=3,
+        added={**_STEP_HEAD, "mlp_layer_types": ["dense"] * 3},
         published={
             **BASE,
             **_STEP_FIELDS,
@@ -233,7 +236,7 @@ CASES: dict[str, Case] = {
             "moe_num_experts": 4,
             "moe_top_k": 2,
             "moe_layers_enum": "1,2,3",
-            "num_nextn_predict_layers": 1,
+            "num_nextn_predict_layers": 3,
         },
     ),
     "mimo": Case(
@@ -269,27 +272,14 @@ class MtpReference:
         section = "config" if reference.text is None else "text"
         model = save(replace(reference, **{section: fields}), path)
         rng = np.random.default_rng(5)
-        embed, hidden, projection, norm = case.names
-        self._own = {
-            name: (0.2 * rng.standard_normal(HIDDEN) + 1 - case.offset).astype(np.float32)
-            for name in (embed, hidden, norm)
-            if name is not None
-        }
-        wide = rng.standard_normal((HIDDEN, 2 * HIDDEN)) / np.sqrt(2 * HIDDEN)
-        self._own[projection] = wide.astype(np.float32)
-        if case.output is not None:
-            scores = rng.standard_normal((VOCAB_SIZE, HIDDEN)) / np.sqrt(HIDDEN)
-            self._own[case.output] = scores.astype(np.float32)
+        self._own = [_own_weights(case, rng) for _ in range(case.num_heads)]
         _rewrite(path, case, self._own)
         model.config._experts_implementation = "eager"  # Its grouped products take no float64.
         model = model.double()
         self._inner = getattr(model.model, "language_model", model.model)
         if case.layer_of is not None:
             self._inner.layers[-1] = case.layer_of(self._inner.layers[-1])
-        weight = model.lm_head.weight.detach()
-        if case.output is not None:
-            weight = oracle_torch().tensor(self._own[case.output], dtype=weight.dtype)
-        self._output = weight
+        self._output = model.lm_head.weight.detach()
 
     def drafts(
         self, tokens: Sequence[int], choose: Callable[[np.ndarray, int], int], count: int
@@ -299,15 +289,18 @@ class MtpReference:
         Args:
             choose: From logits and a position to a token.
         """
-        torch = oracle_torch()
+        torch, chained = oracle_torch(), self._case.num_heads > 1
         known, found = list(tokens[1:]), []
         with torch.no_grad():
             states = self._states(tokens[:-1])
             for number in range(count):
-                logits, state = self._head(known, states)
+                logits, own = self._head(number if chained else 0, known, states)
                 found.append(choose(logits, len(tokens) + number))
                 known.append(found[-1])
-                states = torch.cat([states, state[None]])
+                if chained:
+                    known, states = known[1:], own
+                else:
+                    states = torch.cat([states, own[-1:]])
         return found
 
     def _states(self, tokens: Sequence[int]) -> Any:
@@ -328,20 +321,24 @@ class MtpReference:
             hook.remove()
         return normed, found[0][0]
 
-    def _head(self, tokens: Sequence[int], states: Any) -> tuple[np.ndarray, Any]:
+    def _head(self, number: int, tokens: Sequence[int], states: Any) -> tuple[np.ndarray, Any]:
         torch = oracle_torch()
-        inner, case = self._inner, self._case
+        inner, case, own = self._inner, self._case, self._own[number]
         embed, hidden, projection, norm = (
-            self._last_norm if name is None else torch.tensor(self._own[name], dtype=torch.float64)
+            self._last_norm if name is None else torch.tensor(own[name], dtype=torch.float64)
             for name in case.names
         )
         embeds = inner.get_input_embeddings()(torch.tensor(list(tokens)))
         both = [self._norm(embeds, embed), self._norm(states, hidden)]
         x = torch.cat(both[::-1] if case.hidden_first else both, dim=-1) @ projection.T
-        last = self._run(slice(NUM_LAYERS, None), inputs_embeds=x[None])[1][-1]
+        first = NUM_LAYERS + number
+        places = slice(first, first + 1 if case.num_heads > 1 else None)
+        last = self._run(places, inputs_embeds=x[None])[1]
         normed = self._norm(last, norm)
-        logits = (self._output @ normed).numpy()
-        return logits, normed if case.returns_normed else last
+        output = self._output
+        if case.output is not None:
+            output = torch.tensor(own[case.output], dtype=torch.float64)
+        return (output @ normed[-1]).numpy(), normed if case.returns_normed else last
 
     @property
     def _last_norm(self) -> Any:
@@ -382,12 +379,30 @@ class _layers:
             setattr(self._inner.config, name, value)
 
 
-def _rewrite(path: Path, case: Case, own: dict[str, np.ndarray]) -> None:
+def _own_weights(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Norms, projections and the output of a head, by their names."""
+    embed, hidden, projection, norm = case.names
+    own = {
+        name: (0.2 * rng.standard_normal(HIDDEN) + 1 - case.offset).astype(np.float32)
+        for name in (embed, hidden, norm)
+        if name is not None
+    }
+    wide = rng.standard_normal((HIDDEN, 2 * HIDDEN)) / np.sqrt(2 * HIDDEN)
+    own[projection] = wide.astype(np.float32)
+    if case.output is not None:
+        scores = rng.standard_normal((VOCAB_SIZE, HIDDEN)) / np.sqrt(HIDDEN)
+        own[case.output] = scores.astype(np.float32)
+    return own
+
+
+def _rewrite(path: Path, case: Case, heads: Sequence[dict[str, np.ndarray]]) -> None:
     """Gives the last layers' weights the names of a head's, and adds the rest of it."""
     weights: dict[str, mx.array] = mx.load(str(path / "model.safetensors"))  # type: ignore[assignment]
     named = {_published(name, case): w for name, w in weights.items()}
     found = {name: w for name, w in named.items() if name is not None}
-    found.update({f"{case.prefix}{name}.weight": mx.array(w) for name, w in own.items()})
+    for number, own in enumerate(heads):
+        prefix = case.prefix.format(NUM_LAYERS + number)
+        found.update({f"{prefix}{name}.weight": mx.array(w) for name, w in own.items()})
     mx.eval(found)
     mx.save_safetensors(str(path / "model.safetensors"), found, metadata={"format": "pt"})
     if case.published is not None:
@@ -415,5 +430,6 @@ def _published(name: str, case: Case) -> str | None:
                 return None
             for theirs, published in case.renamed:
                 rest = rest.replace(theirs, published)
-            return case.prefix + case.layer.format(number) + rest
+            prefix = case.prefix.format(NUM_LAYERS + number)
+            return prefix + case.layer.format(number) + rest
     return name

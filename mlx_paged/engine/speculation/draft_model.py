@@ -17,6 +17,7 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
 from mlx_paged.engine.speculation.assistant_drafter import AssistantDrafter
 from mlx_paged.engine.speculation.block_drafter import BlockDrafter
+from mlx_paged.engine.speculation.chained_heads import ChainedHeadsDrafter
 from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.model_drafter import ModelDrafter
@@ -30,7 +31,7 @@ from mlx_paged.model.draft_heads.gemma4_assistant import (
     is_assistant,
     load_assistant,
 )
-from mlx_paged.model.draft_heads.mtp import load_mtp
+from mlx_paged.model.draft_heads.mtp import load_mtp_heads
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.loader import LoadedModel, local_directory
 from mlx_paged.model.paged_model import PagedModel
@@ -224,26 +225,40 @@ def make_mtp(
     if path is None or projection is None:
         expected = f"a directory with the MTP head of {target.name}"
         raise InvalidParameterError(_FIELD, expected, options.model)
-    head, own_output = load_mtp(path, target.config, target.dtype)
+    heads = load_mtp_heads(path, target.config, target.dtype)
     embeddings, _ = input_embeddings(target.model)
-    output = (projection.module, projection.method)
-    if own_output is not None:
-        output = (own_output, "__call__")
-    head.attach(embeddings, *output, norm=lambda: target.model.model.norm)
+    for head, own_output in heads:
+        output = (projection.module, projection.method)
+        if own_output is not None:
+            output = (own_output, "__call__")
+        head.attach(embeddings, *output, norm=lambda: target.model.model.norm)
+    most = len(heads)
+    if most > 1 and options.method == "mtp" and options.max_drafts > most:
+        expected = f"at most {most} for {target.name}, which has a head for each draft"
+        field = "speculative_config.num_speculative_tokens"
+        raise InvalidParameterError(field, expected, options.max_drafts)
     try:
-        paged.tap([head.read_place(len(getattr(target.model, "layers", ())))])
+        paged.tap([heads[0][0].read_place(len(getattr(target.model, "layers", ())))])
     except ValueError as error:
         expected = f"another one for {target.name} ({error})"
         raise InvalidParameterError("speculative_config.method", expected, "mtp") from error
     # Layers that need dense copies in the model need them in its head.
     mode = paged.layout.mode if paged.layout.mode.is_gathered else Mode.NATIVE
-    runner = ModelRunner(
-        page_head(head, paged, head.returned_place, mode),
-        masks=masks,
-        orders_all=True,
-        to_vocabulary=partial(_of_width, width=target.vocab_size),
-    )
-    return HeadDrafter(runner, masks, max_model_len=max_model_len, num_tokens=target.vocab_size)
+    runners = [
+        ModelRunner(
+            page_head(head, paged, head.returned_place, mode),
+            masks=masks,
+            orders_all=True,
+            to_vocabulary=partial(_of_width, width=target.vocab_size),
+        )
+        for head, _ in heads
+    ]
+    num_tokens = target.vocab_size
+    if most > 1:
+        return ChainedHeadsDrafter(
+            runners, masks, max_model_len=max_model_len, num_tokens=num_tokens
+        )
+    return HeadDrafter(runners[0], masks, max_model_len=max_model_len, num_tokens=num_tokens)
 
 
 def make_dflash(

@@ -62,8 +62,11 @@ class HeadDrafter(PagedDrafter):
         *,
         max_model_len: int | None,
         num_tokens: int,
+        more: Sequence[ModelRunner] = (),
     ) -> None:
-        super().__init__(runner, masks, max_model_len=max_model_len, num_tokens=num_tokens)
+        super().__init__(
+            runner, masks, max_model_len=max_model_len, num_tokens=num_tokens, more=more
+        )
         self.price = self
         self._rows: dict[int, _Rows] = {}  # by seq_id
         self._hidden: mx.array | None = None  # of the step that these are from

@@ -35,9 +35,14 @@ class _Part(NamedTuple):
 
 
 class LaunchedDrafts:
-    """Drafts that were launched. Those of a sequence are added in order."""
+    """Drafts that were launched. Those of a sequence are added in order.
+
+    Attributes:
+        hidden: ``[num_tokens, width]``: the tapped states of the first round, if there are any.
+    """
 
     def __init__(self) -> None:
+        self.hidden: mx.array | None = None
         self._parts: list[_Part] = []
 
     def add(

@@ -33,6 +33,7 @@ class PagedDrafter(Drafter):
         masks: Makes the masks of grammars for the runner.
         max_model_len: Maximum tokens of a sequence that it drafts for; None: no limit.
         num_tokens: Tokens from here on are unknown to it.
+        more: Run further heads, whose pools have the same block ids.
 
     Attributes:
         rounds: See `Price`.
@@ -48,12 +49,14 @@ class PagedDrafter(Drafter):
         *,
         max_model_len: int | None,
         num_tokens: int,
+        more: Sequence[ModelRunner] = (),
     ) -> None:
         self.runner = runner
         self.rounds: StepCosts | None = None
         self.num_tokens = num_tokens
         self.max_model_len = max_model_len
-        self._run = DraftRounds(runner, masks, num_tokens=num_tokens)
+        self._runs = [DraftRounds(each, masks, num_tokens=num_tokens) for each in (runner, *more)]
+        self._run = self._runs[0]
 
     def kind(self, seq: CoreSequence) -> int:
         """See `Price`."""
@@ -73,31 +76,44 @@ class PagedDrafter(Drafter):
 
     def reset(self) -> None:
         """See `Drafter`."""
-        self._run.reset()
+        for run in self._runs:
+            run.reset()
 
     # Its pools.
 
     @property
+    def runners(self) -> list[ModelRunner]:
+        """All that it runs."""
+        return [run.runner for run in self._runs]
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in its pools."""
-        return self.runner.model.layout.bytes_per_token()
+        return sum(runner.model.layout.bytes_per_token() for runner in self.runners)
 
     def copied(self, copies: Iterable[BlockCopy]) -> None:
         """Notes copies of blocks that the model makes."""
-        self._run.copy_later(copies)
+        made = list(copies)
+        for run in self._runs:
+            run.copy_later(made)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocates its pools anew."""
-        self.runner.allocate(num_blocks)
+        for runner in self.runners:
+            runner.allocate(num_blocks)
 
     def resize(self, num_blocks: int) -> None:
         """Changes the number of blocks; keeps the first ones."""
-        self._run.make_copies()
-        for group_spec in self.runner.model.layout.group_specs:
-            self.runner.model.resize(num_blocks, group_spec)
+        for run in self._runs:
+            run.make_copies()
+            model = run.runner.model
+            for group_spec in model.layout.group_specs:
+                model.resize(num_blocks, group_spec)
 
     def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
         """Gives the memory of free blocks back to the system."""
-        self._run.make_copies()
-        for group_spec in self.runner.model.layout.group_specs:
-            self.runner.model.discard_blocks(runs, group_spec)
+        for run in self._runs:
+            run.make_copies()
+            model = run.runner.model
+            for group_spec in model.layout.group_specs:
+                model.discard_blocks(runs, group_spec)

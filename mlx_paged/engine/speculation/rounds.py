@@ -51,6 +51,7 @@ class Member:
         begin: Position of the first one in the blocks.
         table: Its block table, with room for the drafts.
         max_drafts: 0 if its tokens are only computed.
+        before: Drafts of other models before its own.
         drafts: The result. A draft of -1 could not be sampled.
     """
 
@@ -59,6 +60,7 @@ class Member:
     begin: int
     table: StepTable
     max_drafts: int
+    before: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
     newest: int = -1  # index of its newest draft among the tokens that the last round sampled
 
@@ -154,6 +156,8 @@ class DraftRounds:
                 member.newest = end - 1
             places = [member.newest for member in sampled]
             drafts.add(previous.tokens, previous.reported, sampled, places)
+            if not number:
+                drafts.hidden = previous.hidden
             if is_read:
                 drafts.read()
             number += 1
@@ -224,11 +228,12 @@ class DraftRounds:
         positions: list[int] = []
         edits: list[tuple[int, LogitEdits]] = []
         for member, count in zip(members, batch.num_samples()):
-            sampler, position = member.seq.sampler, len(member.seq.tokens) + number
+            sampler, before = member.seq.sampler, member.before
+            position = len(member.seq.tokens) + len(before) + number
             rows += [sampler.row] * count
             positions += range(position - count + 1, position + 1)
             if count and sampler.has_edits:
-                key = MaskKey(member.seq.seq_id, position, tuple(member.drafts))
+                key = MaskKey(member.seq.seq_id, position, (*before, *member.drafts))
                 edit = edits_of(member.seq, key)
                 if edit is not None:
                     edits.append((len(rows) - 1, edit))

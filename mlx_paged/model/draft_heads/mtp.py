@@ -153,6 +153,23 @@ def has_mtp(path: Path, config: Mapping[str, Any]) -> bool:
     return False
 
 
+def load_mtp_heads(
+    path: Path, config: Mapping[str, Any], dtype: str
+) -> list[tuple[MtpHead, nn.Module | None]]:
+    """Loads the head of a checkpoint, or all if each one reads the states of the one before.
+
+    See `load_mtp`.
+    """
+    heads = [load_mtp(path, config, dtype)]
+    while FORMATS[module_of(config)].chains:
+        # A further head is the first one of a model with one more layer.
+        config = {**config, "num_hidden_layers": config["num_hidden_layers"] + 1}
+        if not has_mtp(path, config):
+            break
+        heads.append(load_mtp(path, config, dtype))
+    return heads
+
+
 def load_mtp(path: Path, config: Mapping[str, Any], dtype: str) -> tuple[MtpHead, nn.Module | None]:
     """Loads the head of a checkpoint.
 

@@ -48,6 +48,8 @@ class MtpFormat:
         fields: Maps the model's config to the fields that differ for the head's layers.
         layer_of: Makes its layer of a model's one, if it is not the same; it has one cache.
         model_layer: Prefix of a layer's weights in the model.
+        chains: A checkpoint has a head for each draft, under the numbers of further layers; each
+            one reads the states of the one before.
         published_by: A weight by which `sanitize` recognizes a published checkpoint, under a name
             that no layer has; the head does without it.
     """
@@ -66,6 +68,7 @@ class MtpFormat:
     fields: Callable[[Fields], Fields] = _one_layer
     layer_of: Callable[[Any], nn.Module] | None = None
     model_layer: str = "model.layers.0."
+    chains: bool = False
     published_by: str | None = None
 
 
@@ -146,7 +149,7 @@ _STEP_LISTS = (
 
 
 def _step_fields(config: Fields) -> Fields:
-    """Lists of the model's layers go on with those of its heads, of which the first one is used.
+    """Lists of the model's layers go on with those of its heads.
 
     Raises:
         ValueError: They do not.
@@ -238,6 +241,7 @@ _STEP = replace(
     output="transformer.shared_head.output",
     reads_normed=False,
     fields=_step_fields,
+    chains=True,
     published_by="published.share_expert.weight",
 )
 #: By mlx-lm's module.
