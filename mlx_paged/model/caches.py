@@ -438,6 +438,7 @@ class ElsewhereCache:
     """The cache of a layer that another rank has: it tells positions, and takes no tokens."""
 
     start_position, _idx = KVPools.start_position, KVPools._idx
+    _offset = None  # mlx-vlm asks for it before `_idx`.
 
     def __init__(self, context: StepContext) -> None:
         self._context = context

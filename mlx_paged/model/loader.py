@@ -128,8 +128,8 @@ class MultiModalCheckpoint(Protocol):
     def why_text_only(self) -> str | None:
         """Returns the reason to leave out its towers; None if they are loaded."""
 
-    def load(self) -> LoadedFiles:
-        """Loads it, with its towers."""
+    def load(self, *, lazy: bool = False) -> LoadedFiles:
+        """Loads it, with its towers; `lazy` leaves the weights in their files."""
 
 
 #: (directory, its ``config.json``) -> the checkpoint if it is multimodal, else None.
@@ -189,7 +189,7 @@ def load(
                 loaded = replace(loaded, tokenizer=_with_chat_template(loaded.tokenizer, directory))
             else:
                 library = "mlx-vlm"
-                loaded = multimodal.load()
+                loaded = multimodal.load(lazy=shard is not None)
     except (ModelLoadError, UnsupportedModelError):
         raise
     except (OSError, RepositoryNotFoundError, HFValidationError) as error:
@@ -205,9 +205,6 @@ def load(
     if loaded.media is None:
         require_family(loaded.config)
     if shard is not None:
-        if loaded.media is not None:
-            reason = "a model that takes media runs on one device"
-            raise UnsupportedModelError(str(loaded.config.get("model_type")), reason)
         _shard(loaded.model, loaded.config, dtype, shard)
     # Encoders run outside of steps, where products are MLX's.
     with _weights_of(name):

@@ -28,6 +28,7 @@ from mlx_paged.model.caches import KVHandle, StepContext
 from mlx_paged.model.layout import UnusedSpec
 from mlx_paged.model.patches import Overrides
 from mlx_paged.model.sharding import Division, linear_layers
+from mlx_paged.model.takes_media import TakesMedia
 
 if TYPE_CHECKING:
     from mlx_paged.model.paged_model import PagedModel
@@ -103,12 +104,16 @@ def divide_layers(model: nn.Module, config: Mapping[str, Any], group: mx.distrib
         config: Its ``config.json``.
 
     Raises:
-        UnsupportedModelError: The model has no list of layers, or fewer than there are ranks.
+        UnsupportedModelError: The model has no list of layers, or fewer than there are ranks, or
+            features of media are added between them.
     """
     layers, rank, size = getattr(model, "layers", None), group.rank(), group.size()
     if not isinstance(layers, list) or len(layers) < size:
         count = f"{len(layers)} layers" if isinstance(layers, list) else "no list of layers"
         raise _unsupported(config.get("model_type"), f"it has {count}", size)
+    if isinstance(model, TakesMedia) and model.adds_to_layers:
+        reason = "features of media are added between its layers"
+        raise _unsupported(config.get("model_type"), reason, size)
     least, more = divmod(len(layers), size)
     first = rank * least + min(rank, more)
     stage = Stage(group, first, first + least + (rank < more))

@@ -45,6 +45,11 @@ class TakesMedia(ABC):
         """True if they do so only within the windows of layers with one; all other layers are
         causal."""
 
+    @property
+    @abstractmethod
+    def adds_to_layers(self) -> bool:
+        """True if features are added to the outputs of layers, too."""
+
     @abstractmethod
     def encode(self, item: MediaInputs) -> MediaFeatures:
         """Encodes an item, lazily.

@@ -77,6 +77,11 @@ class MediaFamily:
     sees_within_windows: bool = False
     sees_whole_prompt: bool = False
 
+    @property
+    def adds_to_layers(self) -> bool:
+        """True if it has a way of its own for features that reach later layers."""
+        return self.deepstack is not _rows_and_features
+
 
 def _embed_tokens(vlm: Any, tokens: mx.array) -> mx.array:
     # `get_input_embeddings` would also compute positions, on the host.

@@ -62,15 +62,18 @@ class Checkpoint:
             return "its files have no weights of a tower"
         return self.refusal
 
-    def load(self) -> LoadedFiles:
+    def load(self, *, lazy: bool = False) -> LoadedFiles:
         """Loads it, with its towers.
+
+        Args:
+            lazy: Leave the weights in their files.
 
         Raises:
             ModelLoadError, UnsupportedModelError: See `load`.
         """
         path, family = self.path, MEDIA_FAMILIES[self.package]
         config = json.loads((path / "config.json").read_text())
-        model, processor = load(path, family, str(config["model_type"]))
+        model, processor = load(path, family, str(config["model_type"]), lazy=lazy)
         inner_config = getattr(model.vlm.config, "thinker_config", model.vlm.config)
         media = MediaModel(processor, inner_config, family)
         text = inner_config if hasattr(inner_config, "vocab_size") else inner_config.text_config
@@ -91,7 +94,9 @@ def _has_towers(path: Path) -> bool:
     return any(part in name for name in weight_names(path) for part in _TOWERS)
 
 
-def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalModel, Any]:
+def load(
+    path: Path, family: MediaFamily, model_type: str, *, lazy: bool = False
+) -> tuple[MultiModalModel, Any]:
     """Loads a checkpoint with mlx-vlm.
 
     Returns:
@@ -105,7 +110,7 @@ def load(path: Path, family: MediaFamily, model_type: str) -> tuple[MultiModalMo
     from mlx_vlm.utils import load_model
 
     with as_published(path) as config:
-        vlm = load_model(path)
+        vlm = load_model(path, lazy)
     correct(family.module, vlm, config)
     reason = family.refuses(vlm)
     if reason is not None:

@@ -70,6 +70,12 @@ class MultiModalModel(TakesMedia, nn.Module):  # type: ignore[misc]
         return self.family.uses_rope_positions
 
     @property
+    def adds_to_layers(self) -> bool:
+        """True if features are added to the outputs of layers, too (deepstack)."""
+        inner = getattr(self.language_model, "model", None)
+        return self.family.adds_to_layers or hasattr(inner, "_deepstack_process")
+
+    @property
     def language_model(self) -> Any:
         """mlx-vlm's language model."""
         return self.vlm.language_model

@@ -8,8 +8,8 @@ and its pools:
                                               │ records  │ collectives
     rank 1    follow() ───────────────── FollowRunner ───┴── model, pools
 
-- `messages`: the records, as bytes; `adapters`: those about adapters; `channel`: their way between
-  two processes.
+- `messages`: the records, as bytes; `adapters` and `media`: their parts about these; `channel`:
+  their way between two processes.
 - `launch`: finds or starts the processes; `life`: ends all of them when one ends.
 - `lead`: what runs on rank 0; `follow`, in a `process` each: what runs on the others.
 """

@@ -21,6 +21,7 @@ from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import AdapterReader, slots_of
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.collectives import Collectives
+from mlx_paged.engine.ranks.media import media_of
 from mlx_paged.engine.ranks.messages import (
     ADAPTER,
     ADAPTER_LAYER,
@@ -34,17 +35,23 @@ from mlx_paged.engine.ranks.messages import (
     StepReader,
 )
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.model.media import StepMedia
 
 # Seconds without a message after which a fault of the newest step is looked for.
 _QUIET = 1.0
 
 
 class FollowRunner(ModelRunner):
-    """Runs the model of each step, and gets the tokens that rank 0 has chosen."""
+    """Runs the model of each step, and gets the tokens that rank 0 has chosen.
+
+    Attributes:
+        step_media: The media of the step that is launched next; None if it has none.
+    """
 
     def __init__(self, *arguments: object, collective: mx.distributed.Group, **options: object):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self._collective = collective
+        self.step_media: StepMedia | None = None
 
     def _load_adapters(self, batch: StepBatch) -> None:
         """The adapters of a step come before it, in messages of their own."""
@@ -60,7 +67,7 @@ class FollowRunner(ModelRunner):
         """Runs the model as rank 0 does, and takes the tokens that rank 0 chooses."""
         self._copy_blocks(batch)
         rows = self._step_rows(batch)
-        logits, pools, _, taps = self._forward(batch, rows, previous)
+        logits, pools, _, taps = self._forward(batch, rows, previous, media=self.step_media)
         chosen = mx.zeros((rows.num_sampled,), dtype=mx.int32)
         if rows.num_sampled:
             # After the collectives of the model, as on rank 0.
@@ -100,6 +107,8 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
         if runner is None:
             raise MessageError(f"{message.kind!r} came before {START!r}")
         if message.kind == STEP:
+            if isinstance(runner, FollowRunner):
+                runner.step_media = media_of(message)
             before, newest = newest, runner.launch(reader.step(message), newest)
             if before is not None:
                 ModelRunner.wait(before)

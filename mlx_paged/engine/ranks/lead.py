@@ -9,19 +9,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.executor import InProcessExecutor
 from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import adapter_messages, slots_message
 from mlx_paged.engine.ranks.life import Group
+from mlx_paged.engine.ranks.media import media_columns
 from mlx_paged.engine.ranks.messages import ALL_ROWS, ALLOCATE, RESET, Message, StepWriter
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.lora import LowRank
+from mlx_paged.model.media import StepMedia
+from mlx_paged.model.plan import StepInputs
 
 #: Seconds between two looks of an idle engine at whether its other ranks live.
 CHECK_SECONDS = 1.0
@@ -78,10 +83,21 @@ class LeadRunner(ModelRunner):
             self._group.send(message.encode())
         super().load_adapter(slot, layers)
 
-    def _launch(self, batch: StepBatch, *arguments: Any, **options: Any) -> LaunchedStep:
-        # After the messages of its adapters.
-        self._group.send(self._writer.message(batch).encode())
-        return super()._launch(batch, *arguments, **options)
+    def _inputs(
+        self,
+        batch: StepBatch,
+        context_lens: np.ndarray,
+        num_rows: np.ndarray,
+        wanted: np.ndarray,
+        media: StepMedia | None = None,
+        num_ordered_rows: int = 0,
+    ) -> StepInputs:
+        """Returns the model's inputs for a step, and gives them to the other ranks."""
+        # After the messages of its adapters, and once its media are good.
+        message = self._writer.message(batch)
+        columns = {**message.columns, **media_columns(media)}
+        self._group.send(replace(message, columns=columns).encode())
+        return super()._inputs(batch, context_lens, num_rows, wanted, media, num_ordered_rows)
 
     def reset(self) -> None:
         """See `ModelRunner`."""

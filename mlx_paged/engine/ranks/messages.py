@@ -116,7 +116,7 @@ class StepWriter:
         self._before: dict[int, tuple[StepTable, ...]] = {}  # by sequence, of the step before
 
     def message(self, batch: StepBatch) -> Message:
-        """Returns the message of a step: without its sampling and its media."""
+        """Returns the message of a step: without its sampling, and without its media."""
         lengths, blocks = array("i"), array("i")
         for seq_id, tables in zip(batch.seq_ids, batch.tables):
             before = self._before.get(seq_id, ())
