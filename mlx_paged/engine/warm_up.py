@@ -149,9 +149,12 @@ def kinds(
         fits = num_decodes < most and _FEW < count <= config.step_tokens - num_decodes
         if fits and count <= longest:
             prompts.append(Kind(1, count, longest, temperature=1.0, num_decodes=num_decodes))
+    most_rows = most
+    if config.speculative_config is not None:  # Drafts are rows like decodes.
+        most_rows, pads_decodes = max(most, min(_FEW, config.step_tokens)), True
     decodes = [
         kind
-        for size in reversed(batch_sizes(most, are_padded=pads_decodes))
+        for size in reversed(batch_sizes(most_rows, are_padded=pads_decodes))
         for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
     ]
     further = [Kind(min(2, most), settings=name) for name in _SETTINGS]

@@ -80,6 +80,12 @@ def test_what_is_prepared_with_cuda() -> None:
     assert {kind.num_sequences for kind in kinds(config, 100, with_cuda=False)} == {1}
 
 
+def test_steps_with_drafts_are_prepared_beyond_the_number_of_sequences() -> None:
+    config = EngineConfig(max_num_seqs=2, speculative_config={"method": "suffix"})
+    sizes = {kind.num_sequences for kind in kinds(config, None, with_cuda=True)}
+    assert {padded_decodes(rows) for rows in range(1, 65)} <= sizes and max(sizes) == 64
+
+
 def test_prompts_beside_decodes_are_prepared_if_such_a_step_can_be() -> None:
     def mixed(max_context_len: int | None = None, **options: int) -> list[tuple[int, int]]:
         made = kinds(EngineConfig(**options), max_context_len, with_cuda=True)
