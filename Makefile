@@ -14,6 +14,7 @@ comma := ,
 
 WERROR ?= OFF
 # ON: also builds the extension that tests/native/test_sanitizers.py runs. Needs GCC's libasan and libubsan.
+# ALL: with kernels for more instruction sets, which only `test-long` runs (after ON, touch CMakeLists.txt).
 SANITIZE ?= OFF
 # ON: also installs PyTorch, for the tests that compare with transformers' models.
 ORACLE ?= OFF
@@ -27,7 +28,7 @@ SOURCES := pyproject.toml CMakeLists.txt scripts/build_backend.py \
 # What `demo` needs; what the tests need, too; and that with the options above. A marker file stands for each.
 INSTALLED := $(BIN)/.installed
 INSTALLED_DEV := $(INSTALLED)-dev
-INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
+INSTALLED_TESTS := $(INSTALLED_DEV)$(if $(filter ON ALL,$(SANITIZE)),-sanitized)$(if $(filter ON,$(ORACLE)),-oracle)
 
 .PHONY: demo demo-real install-tests test test-long test-browsers test-mlx-lm soak hostile load lint docs bench mac-report \
 	wheel clean
@@ -123,7 +124,7 @@ wheel: $(INSTALLED_TESTS)
 # need setuptools. An installation never loses what a larger one has added.
 # The packages that are needed are fetched and unpacked while the extension is compiled.
 # (--no-compile: compiling all modules of all packages takes half a minute. Python compiles those it imports.)
-KEEP_SANITIZED := $(filter ON,$(SANITIZE))$(wildcard $(INSTALLED_DEV)-sanitized)
+KEEP_SANITIZED := $(filter ON ALL,$(SANITIZE))$(wildcard $(INSTALLED_DEV)-sanitized)
 KEEP_ORACLE := $(filter ON,$(ORACLE))$(wildcard $(INSTALLED_DEV)-oracle)
 # $(call install,EXTRAS,BUILD_TESTS,SANITIZE)
 define install
@@ -147,7 +148,7 @@ endef
 # mlx-vlm without its dependencies: see `vision` in pyproject.toml.
 MLX_VLM := 0.7.10
 define install_dev
-	$(call install,dev$(if $(BACKEND),$(comma)$(BACKEND))$(if $(KEEP_ORACLE),$(comma)oracle),ON,$(if $(KEEP_SANITIZED),ON,OFF))
+	$(call install,dev$(if $(BACKEND),$(comma)$(BACKEND))$(if $(KEEP_ORACLE),$(comma)oracle),ON,$(if $(KEEP_SANITIZED),$(or $(filter ALL,$(SANITIZE)),ON),OFF))
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps mlx-vlm==$(MLX_VLM)
 	touch $(INSTALLED) $(INSTALLED_DEV) $(if $(KEEP_SANITIZED),$(INSTALLED_DEV)-sanitized) \
 		$(if $(KEEP_ORACLE),$(INSTALLED_DEV)-oracle) \
