@@ -111,6 +111,12 @@ std::optional<size_t> adapted_product(const StepGraph& graph, const GraphNode& n
   if (!product || product->is_absorbed || is_reordered) {
     return std::nullopt;
   }
+  passed.push_back(product);
+  if (std::any_of(passed.begin(), passed.end(), [&](const GraphNode* one) {
+        return graph.uses_of(one->outputs[0]) != 1;
+      })) {
+    return std::nullopt;
+  }
   auto linear = linear_of(graph, *product);
   if (!linear || value_of(linear->x) != value_of(node.inputs[Lora::kX]) ||
       linear->x.shape(-1) != node.inputs[Lora::kX].shape(-1) ||

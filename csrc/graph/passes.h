@@ -27,7 +27,8 @@ void fuse_residual(StepGraph& graph, IsProduct is_product);
 void fuse_adapters(StepGraph& graph, IsProduct is_product, bool in_products);
 // AdaptedProducts: a lora that nothing took in, and its product, if nothing else reads that.
 void fuse_lone_adapters(StepGraph& graph, IsProduct is_product);
-// The product that makes the base of a lora from the same x; nothing for other nodes.
+// The product that makes the base of a lora from the same x, if nothing else reads that; nothing
+// for other nodes.
 std::optional<size_t> adapted_product(const StepGraph& graph, const GraphNode& node);
 // True if one launch can serve both loras: they have one x, and matrices of one rank.
 bool can_share_launch(const GraphNode& a, const GraphNode& b);

@@ -343,6 +343,19 @@ def test_other_products_leave_their_adapters_to_a_kernel(tma: str, rank: int) ->
     assert not any(params_of(launch)["num_adapters"] for launch in products)
 
 
+def test_a_product_that_is_read_without_its_adapter_is_written() -> None:
+    layer, slots = weight_of(N, K), mx.zeros(32, mx.int32)
+    a, b = (mx.zeros((2, 8, size), mx.bfloat16) for size in (K, N))
+    mx.eval(slots, a, b)
+
+    def build(x: mx.array) -> list[mx.array]:
+        base = layer(x)
+        return [ops.lora(base, x, slots, a, b), base]
+
+    launches = launches_of(build, 32, K)
+    assert ["lora_up" in launch["kernel"] for launch in launches] == [False, False, True]
+
+
 @pytest.mark.parametrize(("rows", "tma"), [(16, "wgmma"), (17, "any"), (64, "none")])
 def test_other_kernels_read_columns_where_they_are(rows: int, tma: str) -> None:
     mlp = Mlp()
