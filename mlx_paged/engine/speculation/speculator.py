@@ -194,7 +194,9 @@ class Speculator:
         except Exception as error:
             self._give_up(error)
             return
-        if started.in_flight is not None and not self._must_read():
+        # A first round with a prompt takes longer than rounds should, so it is measured.
+        is_usual = all(proposal.seconds == 0 for proposal, _ in chosen)
+        if started.in_flight is not None and is_usual and not self._must_read():
             self._started = _Started(started, all_wanted)
             self._drafting = self._expected_seconds(all_wanted)
             places = started.in_flight.places
@@ -206,7 +208,7 @@ class Speculator:
         self._drafting = self._clock() - began
         for (proposal, _), draft in zip(chosen, drafts):
             proposal.draft = draft
-        if all(proposal.seconds == 0 for proposal, _ in chosen):
+        if is_usual:
             self._learn_price(all_wanted)
 
     def _must_read(self) -> bool:
