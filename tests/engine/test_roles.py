@@ -40,7 +40,7 @@ from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.staged_blocks import StagedBlockBytes
-from mlx_paged.offload.segments import Record
+from mlx_paged.offload.segments import Block, Record
 from mlx_paged.transfer import receiver, server, wire
 
 [PROMPT] = random_prompts(100)
@@ -269,6 +269,57 @@ def test_no_end_holds_more_than_its_bound(
     assert output.num_cached_tokens == 992
     one = make(embedded_twin(), **OPTIONS)
     assert output.outputs[0].token_ids == answers(one, [prompt])[0][0]
+
+
+class EightBlocks:
+    """A `Prefiller` whose prompts all have the same blocks."""
+
+    max_tokens = 1
+
+    def refusal(self, request: wire.PrefillRequest) -> str | None:
+        return None
+
+    def begin(self, outgoing: server.Outgoing) -> None:
+        for number in range(8):
+            outgoing.add(Block(bytes([number] * 16), 0, memoryview(bytes(1000))))
+        outgoing.end()
+
+    def wake(self) -> None:
+        pass
+
+
+def test_prompts_have_equal_shares_of_what_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "MAX_WAITING_BYTES", 4000)
+    monkeypatch.setattr(server, "MAX_WAITING_BYTES", 4000)
+    assert [server.share_of(count) for count in (1, 2, 4)] == [4000, 2000, 1000]
+    prefiller, listening = EightBlocks(), server.PrefillServer(("127.0.0.1", 0), SECRET)
+    listening.start(prefiller)
+    asks = receiver.Receiver(("127.0.0.1", listening.port), SECRET)
+    request = wire.PrefillRequest(bytes(16), bytes(4))
+    numbers = {bytes([number] * 16): number for number in range(8)}
+
+    def start() -> receiver.Incoming:
+        incoming = receiver.Incoming(
+            *(request, numbers, [1000]),
+            *(lambda size: memoryview(bytearray(size)), lambda data: None, lambda: None),
+        )
+        asks.start(incoming)
+        return incoming
+
+    alone = start()
+    wait_until(lambda: alone.num_blocks == 4, "it does not get all that may wait")
+    other = start()
+    wait_until(lambda: other.num_blocks == 2, "it does not get half of what may wait")
+    for number in range(3):
+        assert alone.take(0, number) is not None
+    wait_until(lambda: alone.num_blocks == 5, "the first one does not go on")
+    for number in range(8):
+        wait_until(lambda: other.take(0, number) is not None, "a block is lost")  # noqa: B023
+        assert other.num_waiting_bytes <= 2000
+    wait_until(lambda: other.is_over, "it does not end")
+    alone.cancel()
+    asks.close()
+    listening.close()
 
 
 def test_silent_and_hostile_peers_delay_no_one(pair: Pair, expected: list[int]) -> None:
