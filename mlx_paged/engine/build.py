@@ -382,6 +382,7 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
 
     Raises:
         InvalidParameterError: A token of `classifier_from_token` that the model does not have.
+        UnsupportedModelError: Other ranks have weights of these tokens.
     """
     if model.head is not None:
         return Classifier(model.head)
@@ -395,7 +396,10 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
             expected = "tokens of the model's vocabulary"
             raise InvalidParameterError("pooler_config.classifier_from_token", expected, token)
         ids.append(vocabulary[token])
-    return Classifier.of(paged, ids)
+    try:
+        return Classifier.of(paged, ids)
+    except ValueError as error:
+        raise UnsupportedModelError(model.model_type, str(error)) from error
 
 
 def _assistant(

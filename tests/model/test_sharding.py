@@ -14,6 +14,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.utils import _get_classes
 from support.models import tiny_config, tiny_model
@@ -22,7 +23,9 @@ from support.ports import free_ports
 
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import PROVEN
-from mlx_paged.model.sharding import REFUSED, Summed, shard
+from mlx_paged.model.linear_parts import LinearPart
+from mlx_paged.model.sharding import REFUSED, Division, Summed, shard
+from mlx_paged.model.wrap import build_paged_model
 
 TESTS = Path(__file__).parents[1]
 TOLERANCE = 1e-4
@@ -136,3 +139,16 @@ def test_the_number_of_families_in_the_documentation() -> None:
     """docs/distributed.md says how many there are."""
     page = (TESTS.parent / "docs/distributed.md").read_text()
     assert f"{len(shardable())} families" in page
+
+
+def test_weights_of_tokens_that_other_ranks_have() -> None:
+    config = tiny_config("llama", tie_word_embeddings=False)
+    model = tiny_model(config)
+    paged = build_paged_model(model, config, block_size=8)
+    paged.keep_hidden_states()
+    assert paged.output_weights([1, 2])[0].shape == (2, config["hidden_size"])
+    rows = np.arange(config["vocab_size"] // 2)
+    shape = (config["hidden_size"], config["vocab_size"])
+    model.division = Division(2, {"lm_head": LinearPart(shape, slice(0, shape[0]), rows)})
+    with pytest.raises(ValueError, match="its output projection 'lm_head' is divided among ranks"):
+        paged.output_weights([1, 2])
