@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from mlx_paged.offload.segments import Record, read_block
 
-#: Threads that read. A checksum takes longer than a read of the page cache, and half of the cores
-#: are left to the steps of other sequences. bench/kv_offload.py measures them.
+#: Threads that read and sum. Half of the cores are left to the steps of other sequences.
+#: bench/kv_offload.py measures them.
 NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 
 
