@@ -225,8 +225,14 @@ def _load(runner: ModelRunner, adapters: Sequence[Adapter]) -> None:
 def _run(runner: ModelRunner, kind: Kind, adapter: Adapter | None) -> None:
     """Runs steps whose tokens come from the step before, which is unread, as in decoding."""
     before: LaunchedStep | None = None
-    if kind.num_tokens > 1:  # each is the first of its sequences
-        for _ in range(_STEPS if kind.num_tokens <= _FEW else 1):
+    if kind.num_tokens > _FEW:  # each is the first of its sequences
+        # Two are in flight under load, and their layers take memory.
+        steps = [runner.launch(_step(runner, kind, 0, adapter), None) for _ in range(2)]
+        for step in steps:
+            runner.read(step)
+        return
+    if kind.num_tokens > 1:
+        for _ in range(_STEPS):
             runner.read(runner.launch(_step(runner, kind, 0, adapter), None))
         return
     for i in range(_STEPS):
