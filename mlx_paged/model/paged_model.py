@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
@@ -26,7 +26,8 @@ from mlx_paged.model.caches import (
     copy_blocks,
 )
 from mlx_paged.model.compilation import Compilation
-from mlx_paged.model.gathered import GatheredGroup, GatheredLayerCache, groups_of
+from mlx_paged.model.gathered import GatheredLayerCache
+from mlx_paged.model.gathered_steps import GatheredLayers, GatheredOutput, run_in_groups
 from mlx_paged.model.graph_runner import (
     GraphRunner,
     Repeat,
@@ -39,7 +40,6 @@ from mlx_paged.model.layout import (
     CacheLayout,
     KVCacheGroupSpec,
     LayerSpec,
-    Mode,
     StateSpec,
     UnusedSpec,
     assemble,
@@ -49,8 +49,6 @@ from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
 from mlx_paged.model.pipeline import Stage
 from mlx_paged.model.plan import (
     PaddedTables,
-    SequenceGroup,
-    StateSlots,
     StepInputs,
     Tables,
     build_chunk_plan,
@@ -591,7 +589,7 @@ class PagedModel:
     def _step(self, inputs: StepInputs, repetition: Repetition) -> Step:
         states = None
         if self.layout.has_states:
-            states = build_state_plan(inputs.query_lens, _slots(inputs))
+            states = build_state_plan(inputs.query_lens, inputs.own_slots)
         repeat, group_specs = repetition.repeat, self.layout.group_specs
         # Positions count in the whole sequence, whichever part of it a layer sees.
         by_group = inputs.tables
@@ -781,59 +779,15 @@ class PagedModel:
 
     def _run_in_groups(self, tokens: mx.array, inputs: StepInputs) -> StepOutput:
         patches.ensure_installed()
-        # The caches have their own groups, so the plan has no sequences. Nor media, because
-        # `wrap.convert_to_paged` runs no multimodal model this way.
-        no_plan = build_plan([], [], [], block_size=self.block_size, platform=self.platform)
-        parts: list[mx.array] = []
-        wanted: list[np.ndarray] = []
-        taps: list[tuple[mx.array, ...]] = []
-        tapped: list[np.ndarray] = []
-        first_rows = np.cumsum(inputs.query_lens) - inputs.query_lens
-        uniform = self.layout.mode is Mode.UNIFORM
-        for members in groups_of(inputs, uniform=uniform):
-            group = GatheredGroup.of(
-                inputs,
-                members,
-                self.layout.group_specs,
-                block_size=self.block_size,
-                uniform=uniform,
-            )
-            rows = (first_rows[members][:, None] + np.arange(group.length)).reshape(-1)
-            mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))
-            within = np.searchsorted(rows, inputs.logit_rows[mine])
-            places = int32(rows)
-            grouped = tokens[places].reshape(len(members), group.length)
-            adapters = None if inputs.adapters is None else int32(inputs.adapters[rows] - 1)
-            features = {} if inputs.features is None else {"features": inputs.features[places]}
-            self._context.enter(Step(no_plan, int32(within), adapters=adapters))
-            try:
-                with ExitStack() as stack:
-                    for cache in self._attention:
-                        assert isinstance(cache, GatheredLayerCache)
-                        stack.enter_context(cache.grouped(group))
-                    if self.layout.has_states:
-                        states = _state_group(inputs, members, group.length)
-                        for state in self._states:
-                            stack.enter_context(state.grouped(states))
-                    logits = self.model(grouped, cache=self.caches, **features)
-                    logits = self._output_rows.finish(logits)
-                    if self._taps is not None:
-                        taps.append(self._taps.take())
-                        tapped.append(rows)
-            finally:
-                self._context.leave()
-            if len(mine):
-                parts.append(logits)
-                wanted.append(mine)
-        hidden = tuple(_in_order(each, tapped) for each in zip(*taps))
-        return StepOutput(
-            _in_order(parts, wanted) if parts else logits[:0], self.pools(), taps=hidden
-        )
 
+        def forward(tokens: mx.array, features: mx.array | None) -> GatheredOutput:
+            more = {} if features is None else {"features": features}
+            logits = self._output_rows.finish(self.model(tokens, cache=self.caches, **more))
+            return GatheredOutput(logits, () if self._taps is None else self._taps.take())
 
-def _in_order(parts: Sequence[mx.array], places: Sequence[np.ndarray]) -> mx.array:
-    """Joins rows of groups, in the order of their places."""
-    return mx.concatenate(list(parts))[int32(np.argsort(np.concatenate(places)))]
+        layers = GatheredLayers(self.layout, self._attention, self._states, self.block_size)
+        logits, taps = run_in_groups(forward, tokens, inputs, layers, self._context, self.platform)
+        return StepOutput(logits, self.pools(), taps=taps)
 
 
 def _check_media(model: nn.Module, inputs: StepInputs) -> None:
@@ -845,16 +799,3 @@ def _check_media(model: nn.Module, inputs: StepInputs) -> None:
         raise ValueError(
             f"[step media] rope_positions must be None for model_type {model.model_type!r}"
         )
-
-
-def _slots(inputs: StepInputs) -> StateSlots:
-    if inputs.state_slots is None:
-        raise ValueError("a step of a model with recurrent state needs state slots")
-    return inputs.state_slots
-
-
-def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> SequenceGroup:
-    slots = _slots(inputs)
-    reads, writes = (np.asarray(s)[members] for s in (slots.reads, slots.writes))
-    begins = bool(reads[0] == 0)  # the same for all, see `groups_of`
-    return SequenceGroup(None, members, length, int32(reads), int32(writes), begins)

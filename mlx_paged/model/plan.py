@@ -236,6 +236,17 @@ class StepInputs:
             features=features,
         )
 
+    @property
+    def own_slots(self) -> StateSlots:
+        """`state_slots`, which a model with recurrent state needs.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if self.state_slots is None:
+            raise ValueError("a step of a model with recurrent state needs state slots")
+        return self.state_slots
+
     def tables_of(self, group_spec: KVCacheGroupSpec) -> Tables:
         """Returns the block tables of these layers."""
         return self.tables[group_spec] if isinstance(self.tables, Mapping) else self.tables

@@ -21,7 +21,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.model import graph_runner, paged_model
+from mlx_paged.model import graph_runner, layerwise
 from mlx_paged.model.caches import Step
 from mlx_paged.model.graph_runner import GraphRunner, Repeat
 from mlx_paged.model.media import MediaRows
@@ -107,12 +107,14 @@ def test_only_steps_with_prompts_start_before_they_are_built(monkeypatch) -> Non
     assert started == [0, 4]
 
 
-def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> None:
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch, ahead: int) -> None:
     config = tiny_config("llama", num_hidden_layers=6, head_dim=64)
     expected = StepDriver(tiny_model(config), "llama", block_size=8).step({"a": [1, 2, 3]})
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
-    monkeypatch.setattr(paged_model, "_LARGE_STEP", 3)
+    monkeypatch.setattr(layerwise, "LARGE_STEP", 3)
     driver = StepDriver(tiny_model(config), "llama", block_size=8)
+    driver.runner.model.parts_ahead = ahead
     events: list[str] = []
     async_eval, evaluate = mx.async_eval, mx.eval
 
@@ -130,12 +132,14 @@ def test_layers_of_a_large_step_start_one_by_one_and_few_ahead(monkeypatch) -> N
     monkeypatch.setattr(mx, "eval", waited)
     copies = ops.pool_copies()
     actual = driver.step({"a": [1, 2, 3]})
-    assert events == ["start"] * 2 + ["wait", "start"] * 4 + ["wait"]
+    first = ["start"] * (ahead + 1)
+    assert events == first + ["wait", "start"] * (6 - len(first)) + ["wait"]
     for rows in (expected, actual):
         assert list(rows) == ["a"]
     np.testing.assert_array_equal(np.array(actual["a"]), np.array(expected["a"]))
+    num_events = len(events)
     driver.step({"a": [4]})
-    assert len(events) == 11 and ops.pool_copies() == copies
+    assert len(events) == num_events and ops.pool_copies() == copies
 
 
 def run_step(
