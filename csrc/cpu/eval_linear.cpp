@@ -152,13 +152,15 @@ void multiply(
   }
   const auto& product = cpu::kernels().product;
   bool is_float = weights.format == WeightFormat::dense && weights.dtype == DType::float32;
-  if (const auto* integers = cpu::integer_kernels(activations, weights)) {
+  bool is_by_row = by_rows >= m || m <= kFewRows || !cpu::find_sgemm();
+  const auto* integers = cpu::integer_kernels(activations, weights);
+  if (integers && (is_by_row || !integers->leaves_many_rows)) {
     multiply_integers(*integers, x, weights, out, m);
   } else if (
       activations == Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.max_rows(weights)) {
     multiply_bfloat(cpu::kernels().rounded.bfloat, x, weights, out, m);
-  } else if (by_rows >= m || m <= kFewRows || !cpu::find_sgemm()) {
+  } else if (is_by_row) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
       product.few_rows({x, weights, out, m, k, n}, begin, end);
     });

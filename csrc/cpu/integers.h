@@ -7,7 +7,8 @@
 //
 // One 8-bit digit is int8, which users can select. Three digits are 22-bit numbers with a sign,
 // whose errors are comparable to those of float32 sums; they beat widening the weights where one
-// instruction multiplies 64 bytes. A group's sum of 32 products of 22 and 4 bits fits 32 bits; with
+// instruction multiplies and adds 64 bytes, and, for 4-bit weights, with AVX2, whose vectors of
+// floats are short. A group's sum of 32 products of 22 and 4 bits fits 32 bits; with
 // 8-bit weights the two upper digits and the lowest have sums of their own. A row with a few very
 // large numbers is multiplied in float32: next to a large number 22 bits leave a small one few
 // digits, and the large one may meet small weights.
@@ -90,8 +91,9 @@ struct IntegerKernels {
   // Minimum rows for repacking the codes of kIntegerTileColumns columns at a time, in the caller's
   // memory; 0: never.
   int min_tile_rows;
-  int code_bytes = 1;          // of a repacked code
-  RowBlockLayout blocks = {};  // digit_bytes is 0 without tiles
+  int code_bytes = 1;             // of a repacked code
+  RowBlockLayout blocks = {};     // digit_bytes is 0 without tiles
+  bool leaves_many_rows = false;  // to a BLAS, which is faster
 
   bool uses_tiles(int rows) const { return min_tile_rows > 0 && rows >= min_tile_rows; }
 

@@ -44,17 +44,6 @@ inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
     return (VecI)(low + high * 16);
   }
 #else
-#if defined(__AVX2__)
-  if constexpr (Bits == 4) {  // two products of 15 and 127 fit 16 bits
-#if defined(__AVX512BW__)
-    __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, (__m512i)x);
-    return sums + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-    __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, (__m256i)x);
-    return sums + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
-  }
-#endif
   // Bytes 0 and 2, then 1 and 3, as 16-bit numbers.
   VecS16 even = (VecS16)((VecU16)codes & 0xff);
   VecS16 odd = (VecS16)((VecU16)codes >> 8);
@@ -76,6 +65,27 @@ inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
          high(odd) * high(x_odd);
 #endif
 #endif
+}
+
+// Adds the products of both halves of groups.
+template <int Bits>
+inline VecI add_halves(VecI sums, const VecU8 (&codes)[2], const VecU8 (&x)[2]) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+  if constexpr (Bits == 4) {  // four products of 15 and 128 fit 16 bits
+#if defined(__AVX512BW__)
+    __m512i pairs = _mm512_add_epi16(
+        _mm512_maddubs_epi16((__m512i)codes[0], (__m512i)x[0]),
+        _mm512_maddubs_epi16((__m512i)codes[1], (__m512i)x[1]));
+    return sums + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+    __m256i pairs = _mm256_add_epi16(
+        _mm256_maddubs_epi16((__m256i)codes[0], (__m256i)x[0]),
+        _mm256_maddubs_epi16((__m256i)codes[1], (__m256i)x[1]));
+    return sums + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+  }
+#endif
+  return add_products<Bits>(add_products<Bits>(sums, codes[0], x[0]), codes[1], x[1]);
 }
 
 // Sums the four elements of each group (a quarter of a vector) of each column and interleaves the
@@ -265,9 +275,9 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
       }
     }
     for (int part = 0; part < kParts; part++) {
-      VecU8 low[kBlockOfColumns], high[kBlockOfColumns];
+      VecU8 halves[kBlockOfColumns][2];
       for (int j = 0; j < kBlockOfColumns; j++) {
-        load_codes<Bits>(codes[j], part, low[j], high[j]);
+        load_codes<Bits>(codes[j], part, halves[j][0], halves[j][1]);
       }
       const VecF scale = scales.of(first, part, shift);
       const VecF bias = biases.of(first, part, shift);
@@ -276,14 +286,13 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
         VecI products[kSums][kBlockOfColumns] = {};
         for (int d = 0; d < Digits; d++) {
           const int8_t* digits = xc.digits[d] + part * 4 * kWidth;
-          const VecU8 x_low = load_as<VecU8>(digits);
-          const VecU8 x_high = load_as<VecU8>(digits + kIntegerChunk / 2);
+          const VecU8 x_halves[2] = {
+              load_as<VecU8>(digits), load_as<VecU8>(digits + kIntegerChunk / 2)};
           const int of = d < 2 ? 0 : kSums - 1;
           const bool shifts = d > 0 && (kSums == 1 || d < 2);
           for (int j = 0; j < kBlockOfColumns; j++) {
             VecI& sum = products[of][j];
-            const VecI before = sum << (shifts ? 8 : 0);
-            sum = add_products<Bits>(add_products<Bits>(before, low[j], x_low), high[j], x_high);
+            sum = add_halves<Bits>(sum << (shifts ? 8 : 0), halves[j], x_halves);
           }
         }
         VecI totals[kSums];
@@ -362,12 +371,16 @@ struct Spread {
 template <int Digits>
 inline int round_group(const float* x, VecI* integers, float& scale, Spread& spread) {
   constexpr int kVectors = kIntegerGroup / kWidth;
+  constexpr int kPairs = kVectors / 2;
   VecF values[kVectors];
+  VecU pairs[kPairs] = {};  // the larger of each
   VecU largest = {};
   for (int i = 0; i < kVectors; i++) {
     values[i] = load(x + i * kWidth);
     VecU magnitude = as_uint(values[i]) & 0x7fffffffu;
-    largest = magnitude > largest ? magnitude : largest;
+    VecU& pair = pairs[i % kPairs];
+    pair = magnitude > pair ? magnitude : pair;
+    largest = pair > largest ? pair : largest;
   }
   uint32_t most = 0;  // infinities and NaNs compare above all numbers
   for (int i = 0; i < kWidth; i++) {
@@ -391,7 +404,9 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
   } else {
     // A power of two, so that the largest integer is between 2^21 and 2^22.
     static_assert(Digits == 3);
-    spread.add(largest, most);
+    for (const VecU& pair : pairs) {
+      spread.add(pair, most);
+    }
     uint32_t exponent = (most >> 23) - 21;
     scale = bits_as_float(exponent << 23);
     inverse = bits_as_float((254 - exponent) << 23);

@@ -232,7 +232,13 @@ inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64
 
 template <int Digits>
 constexpr IntegerKernels kIntegerKernels = {
-    sizeof(IntegerChunk<Digits>), Digits, round_to_chunks<Digits>, integer_product<Digits>,
-    kMinTileRows<Digits>};
+    sizeof(IntegerChunk<Digits>),
+    Digits,
+    round_to_chunks<Digits>,
+    integer_product<Digits>,
+    kMinTileRows<Digits>,
+    1,
+    {},
+    Digits > 1 && kMinTileRows<Digits> == 0};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

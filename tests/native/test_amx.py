@@ -199,7 +199,7 @@ for bits, group, activations in (
             for first in {0, max(ROWS) - rows}:
                 got = ops.quantized_linear(
                     x[first : first + rows], *arrays, group_size=group, bits=bits,
-                    activations=activations,
+                    activations=activations, by_rows=True,
                 )
                 found[f"{bits}-{activations}-{n}-{k}-{rows}-{first}"] = np.array(got)
 np.savez(sys.argv[1], **found)
@@ -217,8 +217,10 @@ def test_integer_products_have_the_bits_of_other_instruction_sets(tmp_path: Path
             return dict(found)
 
     expected = products("avx512vnni")
-    for simd in {"amx_emulated", instruction_sets()[0]}:
+    for simd in {"amx_emulated", "avx2", instruction_sets()[0]}:
         got = products(simd)
         assert got.keys() == expected.keys()
         for name in got:
+            if simd == "avx2" and name.startswith("8-float32"):
+                continue  # in float32
             np.testing.assert_array_equal(got[name], expected[name], err_msg=f"{simd} {name}")

@@ -180,7 +180,9 @@ def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
 
 # --- Three digits ---------------------------------------------------------------------------------
 
-HAS_DIGITS = build_info()["simd"] in ("avx512vnni", "avx512bf16", "amx_emulated", "amx")
+SIMD = build_info()["simd"]
+HAS_DIGITS = SIMD in ("avx512vnni", "avx512bf16", "amx_emulated", "amx", "avx2")
+WIDE_BITS = [4] if SIMD == "avx2" else [4, 8]  # of weights
 needs_digits = pytest.mark.skipif(
     not HAS_DIGITS, reason="products of float activations are in float32 with these kernels"
 )
@@ -191,11 +193,11 @@ def multiply_floats(
     x: Floats | mx.array, arrays: list[mx.array], bits: int, group: int
 ) -> mx.array:
     given = x if isinstance(x, mx.array) else mx.array(x.astype(np.float32))
-    return ops.quantized_linear(given, *arrays, group_size=group, bits=bits)
+    return ops.quantized_linear(given, *arrays, group_size=group, bits=bits, by_rows=True)
 
 
 @needs_digits
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: int) -> None:
     """Against sums of integers: what is left are roundings of whole groups' results."""
@@ -219,7 +221,7 @@ def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: i
 
 
 @needs_digits
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 40])
 def test_the_largest_sums_of_22_bits_fit(bits: int, rows: int) -> None:
     n, k = 35, 128
@@ -235,7 +237,7 @@ def test_the_largest_sums_of_22_bits_fit(bits: int, rows: int) -> None:
 
 
 @needs_digits
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", WIDE_BITS)
 def test_errors_are_like_those_of_float32(rng, bits: int) -> None:
     for k, spread in ((576, 0), (2048, 0), (2048, 8), (8192, 4)):
         arrays = quantised(rng, 40, k, "affine", bits, 64, mx.bfloat16)
@@ -248,7 +250,7 @@ def test_errors_are_like_those_of_float32(rng, bits: int) -> None:
 
 
 @needs_digits
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("every", [2048, 32], ids=["one", "in_every_group"])
 def test_large_activations_take_no_digits_from_the_others(rng, bits: int, every: int) -> None:
     """Weights are small where they are, as where a model has learned to live with them."""
@@ -280,7 +282,7 @@ def test_large_activations_take_no_digits_from_the_others(rng, bits: int, every:
 
 
 @needs_digits
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_row_of_digits_does_not_depend_on_the_others(rng, bits: int, group: int) -> None:
     k = 1152 - (0 if group == 128 else group)
@@ -294,7 +296,7 @@ def test_a_row_of_digits_does_not_depend_on_the_others(rng, bits: int, group: in
 
 
 @needs_digits
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("rows", [2, 40])
 def test_digits_of_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
     arrays = quantised(rng, 9, 256, "affine", bits, 64, mx.float32)
