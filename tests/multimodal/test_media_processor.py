@@ -406,8 +406,8 @@ def test_weights_for_pictures_and_sounds_apart_are_refused(
     path = write(tmp_path / "phi4mm", ALL_CHECKPOINTS["phi4mm"]())
     load_model = utils.load_model
 
-    def with_adapters(path: Path) -> Any:
-        model = load_model(path)
+    def with_adapters(path: Path, lazy: bool) -> Any:
+        model = load_model(path, lazy)
         model._base_weights = {"language_model.model.layers.0.mlp.down_proj": mx.zeros(1)}
         return model
 
