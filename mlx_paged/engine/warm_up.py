@@ -56,8 +56,8 @@ def _ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-# Settings that take further operations of MLX, several of which it compiles at their first use. A
-# step repeats them over its sequences.
+# Sampling settings that use more of MLX's operations, several of which MLX compiles on first use.
+# The sequences of a step take turns with the rows of one entry.
 _SETTINGS = {
     "top_p beside greedy": (
         SamplingRow(0.0, seed=0, position=0),

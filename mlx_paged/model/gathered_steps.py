@@ -18,7 +18,7 @@ from mlx_paged.platform import Platform
 
 
 class GatheredOutput(NamedTuple):
-    """What a model computes for some rows, lazily."""
+    """The lazy output of a model for the rows of one group, or of a step."""
 
     logits: mx.array  # [number of wanted rows, vocab_size]
     taps: tuple[mx.array, ...] = ()  # each [num_rows, hidden_size]; see `model.taps`

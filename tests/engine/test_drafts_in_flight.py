@@ -46,7 +46,7 @@ def drafting(**options: Any) -> LLM:
 
 
 def params_of(count: int) -> list[SamplingParams]:
-    """Greedy and sampled requests, some of which end early."""
+    """Greedy and sampled requests. Some end early."""
     return [
         SamplingParams(
             temperature=(0.0, 1.0, 0.7)[i % 3],

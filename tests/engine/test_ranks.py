@@ -298,7 +298,7 @@ def test_no_rank_outlives_a_killed_rank_0(other: Driver) -> None:
 def test_embeddings_are_those_of_one_rank(
     sizes: dict[str, int], pooling_type: str, model: Path
 ) -> None:
-    """In steps of parts of prompts, some of which pool nothing, and with cached beginnings."""
+    """With chunked prefill, where a step may pool nothing, and with cached prefixes."""
     stem = list(range(10, 50))
     prompts: list[list[int]] = [[5], [*stem, 1], [*stem, 2, 3], list(range(100, 170))]
     found = []

@@ -114,6 +114,19 @@ def test_a_prompt_beside_decodes_leaves_no_trace(name: str) -> None:
     assert answers(llm) == expected
 
 
+def test_two_large_steps_are_in_flight() -> None:
+    """Their buffers then exist when a load needs them."""
+    runner = engine_of("gpt-oss", max_num_seqs=4).engine._runner
+    launch, read = runner.launch, runner.read
+    events: list[str] = []
+    runner.launch = lambda *args: (  # type: ignore[method-assign]
+        events.append("launch") or launch(*args)
+    )
+    runner.read = lambda step: events.append("read") or read(step)  # type: ignore[assignment]
+    warm_up._run(runner, Kind(1, 65, 65), None)
+    assert events == ["launch", "launch", "read", "read"]
+
+
 @pytest.mark.skipif(ON_GPU, reason="tests on a GPU start engines without a warm-up")
 def test_on_the_cpu_nothing_is_prepared() -> None:
     cpu, gpu = platform_with(on_cpu=True), platform_with(on_cpu=False)

@@ -94,7 +94,7 @@ def own_metrics(replica: Replica) -> dict[tuple[str, str], float]:
 
 
 def own_info(replica: Replica) -> dict[str, Any]:
-    """What a replica says of itself."""
+    """Returns `/server_info` of one replica."""
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(replica.socket))) as client:
         info: dict[str, Any] = client.get("http://replica/server_info").json()
         return info

@@ -65,7 +65,7 @@ class BlockDrafter(HeadDrafter):
         self._head = head
 
     def _compute(self, wanted: Sequence[Wanted]) -> StartedDrafts:
-        """See `HeadDrafter`. The host reads a block of which a grammar may cut a part."""
+        """See `HeadDrafter`. If a grammar may shorten a block, the host reads it at once."""
         rows, hidden = list(self._rows.values()), self._hidden
         self._rows, self._hidden = {}, None
         if hidden is None or not rows:

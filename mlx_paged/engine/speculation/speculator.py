@@ -45,7 +45,7 @@ _GAIN_WEIGHT = 0.25
 _MAX_ROWS = 256
 # Share of the time that looks may take.
 _LOOK_SHARE = 0.005
-# Of so many rounds of drafts with a price, one is waited for and measured.
+# One in this many rounds of drafts that cost time is waited for and timed.
 _MEASURED_ONCE_IN = 8
 # A sequence is expected to go on for as many tokens as its answer has, and for these at least.
 _MIN_FUTURE = 16
@@ -116,7 +116,7 @@ class Speculator:
         # Drafts whose tokens came, to be compared while the next step runs.
         self._unsettled: list[tuple[Draft, CoreSequence, DraftState]] = []
         self._started: _Started | None = None
-        self._num_begun = 0  # rounds of drafts with a price
+        self._num_begun = 0  # rounds of drafts that cost time
         self._gain = 1.0  # expected tokens per second, relative to no drafts
         self._ledger = Ledger()
         self._until_look = 1  # steps
@@ -248,7 +248,7 @@ class Speculator:
             self._finish(drafts, all_wanted)
 
     def _expected_seconds(self, drafted: list[Wanted]) -> float:
-        """What a round of drafts should take."""
+        """Returns the expected time of a round of drafts, in seconds."""
         context_len = sum(len(each.seq.tokens) for each in drafted) / len(drafted)
         counts = Counter(
             number

@@ -91,7 +91,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
             self.norm = norm()
 
     def read_place(self, num_layers: int) -> int:
-        """The place of the states that it reads in a model of so many layers, see `Taps`."""
+        """Returns where it taps a model of `num_layers` layers, see `Taps`."""
         return FINAL if self._format.reads_normed else num_layers
 
     @property
@@ -122,7 +122,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
             own = mask = None
             if _attends(layer):
                 own, window = next(caches)
-                # Of a layer with an indexer, the second one keeps the indexer's keys.
+                # A layer with an indexer has two caches. The second holds the indexer's keys.
                 first = own[0] if isinstance(own, CacheList) else own
                 mask = create_attention_mask(x, first, window_size=window, return_array=True)
             x = layer(x, mask=mask, cache=own)

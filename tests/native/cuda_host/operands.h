@@ -118,8 +118,8 @@ double worst_error(
   return worst;
 }
 
-// Low-rank adapters of a product's weights, as lora_down leaves them. Row i has adapter i % 4, the
-// third of which does not exist, and no weight but those of `changed` has any.
+// Low-rank adapters of a product's weights, after lora_down. Every fourth row has no adapter: its
+// index is -1 or out of range. Only the weights in `changed` are adapted.
 template <typename T>
 struct TestAdapters {
   static constexpr int kCount = 3;
@@ -160,7 +160,7 @@ struct TestAdapters {
     return params;
   }
 
-  // Hidden values of the first `rows` rows, as a launch of so many has them.
+  // Hidden values of the first `rows` rows, in the layout of a launch with that many rows.
   std::vector<float> hidden_of(int rows) const {
     std::vector<float> some;
     for (size_t t = 0; t < ns.size(); t++) {
