@@ -1,0 +1,105 @@
+"""`bench/vllm_steps.py` runs: our engine on a tiny model, and a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.interpreters import python_path
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+# Its answers count their tokens. It fails at a prompt of 64 tokens, and at once if told to.
+VLLM = """
+import json, os, pathlib, types
+
+__version__ = "0.0"
+
+
+class SamplingParams(types.SimpleNamespace):
+    pass
+
+
+class LLM:
+    def __init__(self, **options):
+        if os.environ.get("FAILS"):
+            raise RuntimeError("no memory")
+        config = json.loads((pathlib.Path(options["model"]) / "config.json").read_text())
+        pathlib.Path(os.environ["TOLD"]).write_text(json.dumps([config, options]))
+
+    def generate(self, prompts, params, use_tqdm):
+        print("noise on stdout")
+        assert params.ignore_eos and not params.detokenize
+        if len(prompts[0]["prompt_token_ids"]) == 64:
+            raise ValueError("too long")
+        out = types.SimpleNamespace(token_ids=range(params.max_tokens))
+        return [types.SimpleNamespace(outputs=[out])] * len(prompts)
+"""
+TORCH = """
+import types
+
+__version__ = "2.0"
+version = types.SimpleNamespace(cuda="13.0")
+"""
+RUN = """
+import json, sys, vllm_steps
+parts = vllm_steps.main(["--tiny", "--no-save", "--only", "3b", *sys.argv[1:]])
+print(json.dumps(parts))
+"""
+
+
+@pytest.fixture
+def run(tmp_path) -> Any:
+    (tmp_path / "vllm.py").write_text(VLLM)
+    (tmp_path / "torch.py").write_text(TORCH)
+
+    def started(*options: str, **env: str) -> dict[str, Any]:
+        variables = {"PYTHONPATH": str(tmp_path), "TOLD": str(tmp_path / "told"), **env}
+        words = ["--vllm-env", *(f"{name}={value}" for name, value in variables.items())]
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *options, *words],
+            env={**os.environ, "PYTHONPATH": python_path(BENCH, BENCH.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])["3b"]
+
+    return started
+
+
+def test_both_engines_are_measured(run, tmp_path) -> None:
+    part = run("--workload", "1 x 1024", "32 x 4096", "--modes", "greedy", "sampled")
+    assert part["engines"]["vllm"]["version"] == "0.0"
+    config, options = json.loads((tmp_path / "told").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert options["cudagraph_capture_sizes"] == [1, 8]
+    assert options["kv_cache_memory_bytes"] % (2 * 2 * 2 * 2 * 16) == 0  # the tiny model's token
+    assert options["max_model_len"] > 64 + 6
+    rows = {(row["workload"], row["mode"]): row for row in part["results"]}
+    assert len(rows) == 4
+    for mode in ("greedy", "sampled"):
+        both = rows["1 x 1024", mode]
+        assert len(both["mlx_paged"]["all_ms"]) == 3
+        assert both["vllm"] | {"step_ms": 0, "all_ms": 0} == {
+            "distinct": 1, "step_ms": 0, "all_ms": 0
+        }  # fmt: skip
+        assert both["ratio"] == pytest.approx(
+            both["mlx_paged"]["step_ms"] / both["vllm"]["step_ms"], rel=0.01, abs=0.01
+        )
+        # An engine that fails does not take the other's figure with it.
+        one = rows["32 x 4096", mode]
+        assert "too long" in one["vllm"]["error"] and "ratio" not in one
+        assert "step_ms" in one["mlx_paged"]
+
+
+def test_an_engine_that_does_not_start_is_left_out(run) -> None:
+    part = run("--engines", "vllm", FAILS="1")
+    assert "no memory" in part["engines"]["vllm"]["error"]
+    assert part["results"] == []
