@@ -2,18 +2,22 @@
 
 python bench/ranks.py                                   # on a machine with two or four GPUs
 python bench/ranks.py --models tiny --ranks 1 2         # on two CPU cores: does it run?
+python bench/ranks.py --models 70B --ranks 1 2 4 --layers 20
 python bench/ranks.py --pipeline                        # whole layers on each rank
+MLX_PAGED_PEER_SUMS=0 python bench/ranks.py             # all sums over NCCL
 
 Every rank reads its part from files, which are written first (`--folder`, in main memory by
-default). The 70B shape has half of its layers, because all of them do not fit on one GPU in
-bfloat16. Aims for it at 32 x 1024: steps 1.7 times as fast on two GPUs, 2.9 times on four.
-Each measurement has a process of its own, whose ranks end with it.
+default). `--layers` limits the layers of all models, because those of the 70B shape do not fit on
+one GPU in bfloat16; the results say how many a model had. Aims for 70B at 32 x 1024: steps 1.7
+times as fast on two GPUs, 2.9 times on four. Each measurement has a process of its own, whose ranks
+end with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,6 +37,7 @@ from mlx_lm.utils import _get_classes, load_tokenizer, save_config
 from mlx_paged.demo import model_path
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.ranks.peers import PEER_SUMS
 from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.engine.sampling_params import SamplingParams
 
@@ -52,8 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True, "num_attention_heads": 32, "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
-    "70B, half": {
-        **_LLAMA, "hidden_size": 8192, "num_hidden_layers": 40, "intermediate_size": 28672,
+    "70B": {
+        **_LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672,
         "num_attention_heads": 64, "tie_word_embeddings": False,
     },
     "tiny": {
@@ -66,13 +71,17 @@ GROUP_SIZE = 64
 OUTPUT_TOKENS = 64
 
 
-def write_model(folder: Path, name: str, bits: int) -> Path:
+def layers_of(name: str, most: int | None) -> int:
+    """Layers that a model has here: `most`, if it has more."""
+    whole = int(CONFIGS[name]["num_hidden_layers"])
+    return whole if most is None else min(whole, most)
+
+
+def write_model(folder: Path, name: str, bits: int, num_layers: int) -> Path:
     """Writes a model with random weights, a few arrays in memory at a time."""
-    path = folder / f"{name.replace(', ', '-')}-{bits}"
-    if (path / "config.json").exists():
-        return path
+    path = folder / f"{name}-{bits}"
     path.mkdir(parents=True)
-    config = dict(CONFIGS[name])
+    config = {**CONFIGS[name], "num_hidden_layers": num_layers}
     model_class, args_class = _get_classes(config=config)
     mx.random.seed(0)
     model = model_class(args_class.from_dict(config))
@@ -145,7 +154,8 @@ def measure(
     for num_rows in rows:
         found[f"{num_rows} x {length}"] = decode(engine, num_rows, length)
     found["weights_and_pools_gb"] = round(mx.get_active_memory() / 1e9, 2)
-    found["foreign"] = dict(engine.stats().compilation.foreign)
+    compilation = engine.stats().compilation
+    found["foreign"], found["not_compiled"] = dict(compilation.foreign), compilation.refused
     return found
 
 
@@ -185,6 +195,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS)[:3])
     parser.add_argument("--bits", nargs="+", type=int, choices=(4, 16), default=[16, 4])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--layers", type=int, help="maximum layers of a model")
     parser.add_argument("--pipeline", action="store_true", help="divide the list of layers")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
@@ -202,15 +213,20 @@ def main() -> None:
     memory = Path("/dev/shm")
     base = options.folder or (memory if memory.is_dir() else None)
     results: dict[str, dict[str, Any]] = {}
+    layers = {name: layers_of(name, options.layers) for name in options.models}
     for name in options.models:
         for bits in options.bits:
             with tempfile.TemporaryDirectory(dir=base) as folder:
-                model = write_model(Path(folder), name, bits)
+                model = write_model(Path(folder), name, bits, layers[name])
                 key = f"{name}, {bits} bits"
                 results[key] = {str(n): measured(model, n, options) for n in options.ranks}
             report(results, options)
     found = {"environment": environment(), "length": options.length, "models": results}
-    found["pipeline"] = options.pipeline
+    found["layers"] = {
+        name: {"measured": count, "whole": CONFIGS[name]["num_hidden_layers"]}
+        for name, count in layers.items()
+    }
+    found["pipeline"], found["peer_sums"] = options.pipeline, os.environ.get(PEER_SUMS) != "0"
     print(save(options.name, found))
 
 

@@ -2,6 +2,7 @@
 
 #include "mlx/distributed/distributed.h"
 #include "bindings.h"
+#include "peer_sum.h"
 
 namespace mlx_paged {
 
@@ -19,6 +20,43 @@ void bind_distributed(nb::module_& m) {
       "backend"_a,
       "Connects this process to those that the environment names, as a new group. Waits without "
       "the interpreter's lock until all of them have come.");
+
+  m.def(
+      "make_peer_buffer", [] { return reinterpret_cast<uintptr_t>(make_peer_buffer()); },
+      "Makes a buffer of GPU memory for other ranks; returns its address. Raises RuntimeError.");
+
+  m.def(
+      "peer_buffer_handle",
+      [](uintptr_t buffer) {
+        auto handle = peer_buffer_handle(reinterpret_cast<char*>(buffer));
+        return nb::bytes(handle.data(), handle.size());
+      },
+      "buffer"_a, "Returns what another process needs to map a buffer. Raises RuntimeError.");
+
+  m.def(
+      "open_peer_buffer",
+      [](const nb::bytes& handle) {
+        return reinterpret_cast<uintptr_t>(open_peer_buffer({handle.c_str(), handle.size()}));
+      },
+      "handle"_a,
+      "Maps the buffer of another process; returns its address here. Raises RuntimeError.");
+
+  m.def(
+      "use_peer_memory",
+      [](const mx::distributed::Group& group, const std::vector<uintptr_t>& buffers) {
+        PeerMemory memory{group.rank(), {}};
+        for (auto buffer : buffers) {
+          memory.buffers.push_back(reinterpret_cast<char*>(buffer));
+        }
+        use_peer_memory(group, std::move(memory));
+      },
+      "group"_a, "buffers"_a,
+      "Lets `all_sum` of this group use the buffers of its ranks. Raises ValueError.");
+
+  m.def(
+      "all_sum", &all_sum, "x"_a, nb::kw_only(), "group"_a, "stream"_a = nb::none(),
+      "The sum of all ranks' x: in memory that their GPUs share, if the group has some and the sum "
+      "fits, else by MLX.");
 }
 
 }  // namespace mlx_paged

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../metal/kernel_table.h"
+#include "graph/op.h"
 #include "kernel_names.h"
 #include "mlx/array.h"
 
@@ -63,6 +64,7 @@ struct Pipeline {
 
 // An operation of MLX that all ranks of a group run together, in the place of a kernel.
 struct Collective {
+  Op op;  // all_gather or all_reduce
   std::shared_ptr<mx::Primitive> primitive;
   mx::Shape in_shape;
   mx::Shape out_shape;

@@ -6,6 +6,7 @@
 
 #include "cuda/products.h"
 #include "gpu/portable_products.h"
+#include "peer_sum.h"
 #include "primitives.h"
 #include "transfer.h"
 
@@ -57,6 +58,24 @@ bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, 
 
 void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
+}
+
+namespace {
+std::runtime_error no_peer_memory() {
+  return std::runtime_error("[peer_memory] this build of mlx_paged has no CUDA backend");
+}
+}  // namespace
+
+char* make_peer_buffer() {
+  throw no_peer_memory();
+}
+
+std::string peer_buffer_handle(char*) {
+  throw no_peer_memory();
+}
+
+char* open_peer_buffer(const std::string&) {
+  throw no_peer_memory();
 }
 
 // Tests inspect launches for NVIDIA in any build.

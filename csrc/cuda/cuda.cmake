@@ -66,6 +66,7 @@ add_cuda_kernels(greedy greedy)
 add_cuda_kernels(layer layer)
 add_cuda_kernels(linear linear)
 add_cuda_kernels(lora lora)
+add_cuda_kernels(peer_sum peer_sum)
 add_cuda_kernels(linear_stream linear_stream)
 # sm_90a code uses features that only sm_90 has; its PTX does not run elsewhere.
 set(sm90a ${CMAKE_CUDA_ARCHITECTURES})
@@ -112,4 +113,5 @@ set(CUDA_SOURCES csrc/gpu_eval.cpp csrc/gpu/eval_step.cpp csrc/cuda/binder.cpp
                  csrc/cuda/compiled_kernels.cpp csrc/cuda/library_products.cpp
                  csrc/cuda/layer_launch.cpp csrc/cuda/linear_launch.cpp
                  csrc/cuda/matrix_maps.cpp csrc/cuda/memory.cpp
+                 csrc/cuda/peer_memory.cpp
                  csrc/cuda/step_graph.cpp csrc/cuda/transfer.cpp)

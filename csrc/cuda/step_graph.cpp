@@ -32,6 +32,8 @@
 #include "matrix_maps.h"
 #include "mlx/backend/cuda/device.h"
 #include "mlx/backend/cuda/utils.h"
+#include "mlx/distributed/distributed_impl.h"
+#include "mlx/distributed/primitives.h"
 #include "step_inputs.h"
 #include "transfer.h"
 #include "variants.h"
@@ -120,13 +122,24 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
   check(cudaLaunchKernelExC(&config, symbol, arguments.data()), launch.kernel.host_name);
 }
 
-void run_launches(PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream) {
+// Calls `run_collective` for collectives.
+template <typename RunCollective>
+void run_launches(
+    PlacedLaunches& placed, size_t begin, size_t end, cudaStream_t stream,
+    RunCollective run_collective) {
   bool overlap = overlaps_kernels();
+  // A library may have launched something other than a kernel last.
+  auto is_kernel = [](const Launch& launch) {
+    return !launch.collective && !cuda::is_library_product(launch);
+  };
   for (size_t i = begin; i < end; i++) {
-    // A library product may have launched something other than a kernel last.
-    bool may_overlap = i > begin && !placed.launches[i].after_previous &&
-                       !cuda::is_library_product(placed.launches[i - 1]);
-    run_launch(placed.launches[i], placed.addresses, stream, overlap && may_overlap);
+    auto& launch = placed.launches[i];
+    if (launch.collective) {
+      run_collective(launch, placed.addresses);
+      continue;
+    }
+    bool may_overlap = i > begin && !launch.after_previous && is_kernel(placed.launches[i - 1]);
+    run_launch(launch, placed.addresses, stream, overlap && may_overlap);
   }
 }
 
@@ -142,9 +155,11 @@ class CudaStepDevice : public StepDevice {
 
   bool captures() const override { return true; }
 
+  bool captures_collectives() const override { return true; }
+
   void prepare(const PlacedLaunches& placed) override {
     for (const auto& launch : placed.launches) {
-      if (cuda::is_library_product(launch)) {
+      if (launch.collective || cuda::is_library_product(launch)) {
         continue;
       }
       const auto& name = launch.kernel.host_name;
@@ -164,7 +179,7 @@ class CudaStepDevice : public StepDevice {
   }
 
   // Requires that all launches have run once: kernels must not be loaded during a capture, and
-  // neither may a library initialize its first product.
+  // neither may a library initialize its first product, or NCCL connect its channels.
   std::shared_ptr<void> capture(PlacedLaunches& launches, size_t begin, size_t end) override {
     static const bool wanted = [] {
       const char* set = std::getenv("MLX_PAGED_STEP_GRAPHS");
@@ -173,11 +188,15 @@ class CudaStepDevice : public StepDevice {
     if (!wanted || begin == end) {
       return nullptr;
     }
-    cudaStream_t stream = capture_stream();
+    auto first = launches.launches.begin() + begin, last = launches.launches.begin() + end;
+    bool has_collectives =
+        std::any_of(first, last, [](const Launch& launch) { return bool(launch.collective); });
+    // MLX runs collectives on its own stream.
+    cudaStream_t stream = has_collectives ? cudaStream_t(encoder_.stream()) : capture_stream();
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
     cudaGraph_t graph = nullptr;
     try {
-      run_launches(launches, begin, end, stream);
+      run(launches, begin, end, stream);
     } catch (...) {
       cudaStreamEndCapture(stream, &graph);
       if (graph) {
@@ -227,20 +246,7 @@ class CudaStepDevice : public StepDevice {
   }
 
   void run(PlacedLaunches& launches, size_t begin, size_t end) override {
-    run_launches(launches, begin, end, encoder_.stream());
-  }
-
-  // MLX encodes it after everything launched so far. begin() launches that, so that what follows
-  // here comes after it.
-  void run_collective(const Collective& collective, const mx::array& in, char* to) override {
-    Arrays out{mx::array(collective.out_shape, collective.dtype, nullptr, {})};
-    collective.primitive->eval_gpu({in}, out);
-    begin();
-    check(
-        cudaMemcpyAsync(
-            to, address_of(out[0]), out[0].nbytes(), cudaMemcpyDeviceToDevice, encoder_.stream()),
-        "a collective");
-    keep(out[0]);
+    run(launches, begin, end, encoder_.stream());
   }
 
   void keep(const mx::array& a) override { encoder_.add_temporary(a); }
@@ -251,6 +257,36 @@ class CudaStepDevice : public StepDevice {
   }
 
  private:
+  void run(PlacedLaunches& launches, size_t begin, size_t end, cudaStream_t stream) {
+    run_launches(launches, begin, end, stream, [&](const Launch& launch, const auto& addresses) {
+      run_collective(launch, addresses);
+    });
+  }
+
+  // Runs NCCL's kernel on MLX's stream. The primitive itself would add it to MLX's graph, which MLX
+  // updates and launches for each collective: some 140 us of the host's time.
+  void run_collective(const Launch& launch, const std::vector<char*>& addresses) {
+    namespace distributed = mx::distributed;
+    const auto& collective = *launch.collective;
+    int device = encoder_.device().cuda_device();
+    mx::cu::CudaBuffer buffers[2];
+    auto array_at = [&](int i, const mx::Shape& shape) {
+      const auto& binding = launch.buffers[i];
+      buffers[i] = {addresses[binding.operand], size_t(binding.bytes), device};
+      mx::allocator::Data data(mx::allocator::Buffer(&buffers[i]), [](mx::allocator::Buffer) {});
+      return mx::array(std::move(data), shape, collective.dtype);
+    };
+    auto in = array_at(0, collective.in_shape);
+    auto out = array_at(1, collective.out_shape);
+    auto& node = static_cast<const distributed::DistPrimitive&>(*collective.primitive);
+    auto& group = *node.group().raw_group();
+    if (collective.op == Op::all_gather) {
+      group.all_gather(in, out, stream_);
+    } else {
+      group.all_sum(in, out, stream_);
+    }
+  }
+
   mx::Stream stream_;
   mx::cu::CommandEncoder& encoder_;
 };

@@ -294,7 +294,7 @@ Launch GpuExecutable::collective_launch(const CollectiveStep& step) const {
       {step.out, Access::write, operands_[step.out].bytes}};
   launch.grid = launch.threadgroup = {1, 1, 1};
   launch.collective = std::make_shared<const Collective>(
-      Collective{step.primitive, step.in_shape, step.out_shape, step.dtype});
+      Collective{step.op, step.primitive, step.in_shape, step.out_shape, step.dtype});
   return launch;
 }
 

@@ -118,6 +118,7 @@ struct AttentionStep {
 
 // An operation of all ranks of a group.
 struct CollectiveStep {
+  Op op;
   std::shared_ptr<mx::Primitive> primitive;
   int in;  // operands, dense
   int out;

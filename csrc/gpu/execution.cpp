@@ -7,8 +7,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "../graph/view.h"
-
 namespace mlx_paged {
 
 namespace {
@@ -129,8 +127,6 @@ void GpuExecution::run(const Arrays& in, const Arrays& results, StepDevice& devi
   for (const auto& segment : graph->segments) {
     if (segment.captured) {
       device.replay(segment.captured.get());
-    } else if (segment.begin < segment.end && placed.launches[segment.begin].collective) {
-      run_collective(*graph, placed.launches[segment.begin], in, device);
     } else {
       device.run(placed, segment.begin, segment.end);
     }
@@ -156,32 +152,15 @@ void GpuExecution::capture(CapturedGraph& graph, StepDevice& device) const {
   device.address_of(graph.workspace);
   for (size_t i = 0; i + 1 < graph.segments.size(); i++) {
     auto& segment = graph.segments[i];
-    if (!graph.launches.launches[segment.begin].collective) {
+    if (!graph.launches.launches[segment.begin].collective || device.captures_collectives()) {
       segment.captured = device.capture(graph.launches, segment.begin, segment.end);
     }
   }
   graph.was_captured = true;
 }
 
-void GpuExecution::run_collective(
-    const CapturedGraph& graph, const Launch& launch, const Arrays& in, StepDevice& device) const {
-  const auto& collective = *launch.collective;
-  const auto& from = executable_.operands()[launch.buffers[0].operand];
-  int64_t offset = from.offset;
-  const mx::array* base = &graph.values;
-  if (from.kind == StepOperand::Kind::input) {
-    base = device.captures() ? base : &in[from.index];
-    offset += device.captures() ? input_offsets_[from.index] : 0;
-  }
-  mx::array a(collective.in_shape, collective.dtype, nullptr, {});
-  a.copy_shared_buffer(
-      *base, dense_strides(collective.in_shape), {true, true, false}, a.size(),
-      offset / int64_t(a.itemsize()));
-  device.run_collective(collective, a, graph.launches.addresses[launch.buffers[1].operand]);
-}
-
 std::vector<GpuExecution::Segment> GpuExecution::segments_of(
-    const std::vector<Launch>& launches) const {
+    const std::vector<Launch>& launches, const StepDevice& device) const {
   size_t result_begin = first_of(result_operands_, launches);
   std::vector<Segment> segments;
   size_t begin = 0;
@@ -195,7 +174,7 @@ std::vector<GpuExecution::Segment> GpuExecution::segments_of(
     if (i == result_begin) {
       end_at(i);
     }
-    if (launches[i].collective) {
+    if (launches[i].collective && !device.captures_collectives()) {
       end_at(i);
       end_at(i + 1);
     }
@@ -239,7 +218,7 @@ std::shared_ptr<GpuExecution::CapturedGraph> GpuExecution::graph_of(
   }
   PlacedLaunches launches{executable_.launches(key.attention, device.kind()), std::move(addresses)};
   device.prepare(launches);
-  auto segments = segments_of(launches.launches);
+  auto segments = segments_of(launches.launches, device);
   auto made = std::make_shared<CapturedGraph>(
       CapturedGraph{std::move(key), values, workspace, std::move(launches), std::move(segments)});
   graphs_.push_front(made);

@@ -6,7 +6,8 @@
 //
 // One step on a stream is, in the stream's order,
 //   copy     the inputs to where the captured launches expect them
-//   replay   launches that were captured once, up to each collective
+//   replay   launches that were captured once; a device that cannot capture collectives runs those
+//            in between
 //   run      launches that write the results: new arrays each time, because a caller may keep them
 // Launches run when they first occur and are captured the second time: a capture takes as long as
 // several launches, and the device would wait for it. A device that captures nothing runs all
@@ -44,6 +45,8 @@ class StepDevice {
   virtual Gpu kind() const = 0;
   // True if the device can capture launches.
   virtual bool captures() const = 0;
+  // True if captured launches may include collectives.
+  virtual bool captures_collectives() const = 0;
   // Loads the kernels of launches before their first run.
   virtual void prepare(const PlacedLaunches& launches) = 0;
   // Allocates memory that never moves. Called before any launch of a step.
@@ -58,8 +61,6 @@ class StepDevice {
   virtual void copy(const std::vector<StepCopy>& copies) = 0;
   virtual void replay(void* captured) = 0;
   virtual void run(PlacedLaunches& launches, size_t begin, size_t end) = 0;
-  // Runs a collective on `in` and copies its output to `to`.
-  virtual void run_collective(const Collective& collective, const mx::array& in, char* to) = 0;
   // Keeps an object alive until the step has ended.
   virtual void keep(const mx::array& a) = 0;
   virtual void keep(std::shared_ptr<const void> object) = 0;
@@ -102,7 +103,7 @@ class GpuExecution {
     bool operator==(const Key& other) const = default;
   };
 
-  // Launches between two collectives, or one collective.
+  // Launches that are captured together, or that are run.
   struct Segment {
     size_t begin, end;
     std::shared_ptr<void> captured = nullptr;
@@ -122,10 +123,9 @@ class GpuExecution {
   // Gives the inputs places after the temporaries, with room for those of this step.
   void place_inputs(const Arrays& in);
   std::shared_ptr<CapturedGraph> graph_of(Key key, const Arrays& in, StepDevice& device);
-  std::vector<Segment> segments_of(const std::vector<Launch>& launches) const;
+  std::vector<Segment> segments_of(
+      const std::vector<Launch>& launches, const StepDevice& device) const;
   void capture(CapturedGraph& graph, StepDevice& device) const;
-  void run_collective(
-      const CapturedGraph& graph, const Launch& launch, const Arrays& in, StepDevice& device) const;
 
   const GpuExecutable& executable_;
   std::shared_ptr<StepMemory> memory_;

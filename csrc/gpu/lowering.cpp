@@ -9,6 +9,7 @@
 #include "../../metal/kernel_table.h"
 #include "../cuda/quantised_shape.h"
 #include "../graph/memory_plan.h"
+#include "../peer_sum.h"
 #include "mlx/fast_primitives.h"
 #include "mlx/ops.h"
 #include "portable_products.h"
@@ -96,6 +97,8 @@ void GpuLowering::lower(const GraphNode& node) {
     case Op::all_gather:
     case Op::all_reduce:
       return lower_collective(node);
+    case Op::peer_sum:
+      return lower_peer_sum(node);
     case Op::gather:
       return lower_gather(node);
     case Op::dequantize:
@@ -290,7 +293,16 @@ void GpuLowering::lower_collective(const GraphNode& node) {
   int from = operand(x);
   add_step(
       CollectiveStep{
-          node.primitive, from, operand(new_value(out)), in.shape(), out.shape(), out.dtype()});
+          node.op, node.primitive, from, operand(new_value(out)), in.shape(), out.shape(),
+          out.dtype()});
+}
+
+void GpuLowering::lower_peer_sum(const GraphNode& node) {
+  View x = dense_view(node.inputs[0], "a sum of rows that are not dense");
+  require(begins_at_chunk(x), "a sum of rows that do not begin at 16 bytes");
+  auto list = node.as<PeerSum>().launches(node.inputs, node.outputs, Gpu::nvidia);
+  View rounds = dense_constant(node.inputs[1]);
+  add_launches(list, {x, rounds}, {new_value(node.outputs[0])});
 }
 
 void GpuLowering::lower_view(const GraphNode& node) {

@@ -90,6 +90,7 @@ class GpuLowering {
   void lower_lookup(const GraphNode& node);
   void lower_greedy(const GraphNode& node);
   void lower_collective(const GraphNode& node);
+  void lower_peer_sum(const GraphNode& node);
   void lower_view(const GraphNode& node);
   void resolve_views();
 

@@ -74,6 +74,7 @@ constexpr Row kTable[] = {
     {"lookup", Op::lookup, RowRule::dependent},
     {"lora", Op::lora, RowRule::first_three},
     {"paged_attention", Op::paged_attention, RowRule::dependent},
+    {"peer_sum", Op::peer_sum, RowRule::first},
     {"quantized_linear", Op::quantized_linear, RowRule::first},
     {"rms_norm", Op::rms_norm, RowRule::first},
     {"rope", Op::rope, RowRule::first_two},

@@ -74,6 +74,7 @@ enum class Op : uint8_t {
   lookup,
   lora,
   paged_attention,
+  peer_sum,
   quantized_linear,
   rms_norm,
   rope,

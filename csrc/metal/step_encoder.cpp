@@ -26,6 +26,8 @@ class MetalStepDevice : public StepDevice {
 
   bool captures() const override { return false; }
 
+  bool captures_collectives() const override { return false; }
+
   void prepare(const PlacedLaunches&) override {}
 
   mx::array allocate(uint64_t bytes) override {
@@ -48,14 +50,14 @@ class MetalStepDevice : public StepDevice {
   void replay(void*) override {}
 
   void run(PlacedLaunches& placed, size_t begin, size_t end) override {
+    // MLX's groups of Macs exchange data on the CPU, but a step stays on the GPU.
+    for (size_t i = begin; i < end; i++) {
+      if (const auto& launch = placed.launches[i]; launch.collective) {
+        throw std::runtime_error("[gpu_step] Metal has no " + launch.kernel.host_name);
+      }
+    }
     auto places = places_of(placed.addresses);
     gpu::encode_launches(placed.launches, begin, end, places, stream_);
-  }
-
-  // MLX's groups of Macs exchange data on the CPU, but a step stays on the GPU.
-  void run_collective(const Collective& collective, const mx::array&, char*) override {
-    throw std::runtime_error(
-        std::string("[gpu_step] Metal has no ") + collective.primitive->name());
   }
 
   void keep(const mx::array& a) override { gpu::keep(a, stream_); }

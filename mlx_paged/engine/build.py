@@ -200,6 +200,8 @@ def build_engine(
     for each in runners:
         prepare_kernels(each.model, on_kernel)
     memory.limit_run_ahead(platform, cache_limit)
+    if isinstance(runner, LeadRunner):
+        runner.share_limits(cache_limit)
     if warm_up.is_needed(config, platform):
         for each in runners:
             own = (default_adapter, _named_adapters(config, adapters)) if each is runner else ()

@@ -28,10 +28,11 @@ KERNELS = (
     *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
     *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
     *("paged_decode_quantised.h", "quantised_state.h", "code_ring.h", "code_fragments.h"),
-    "merge_splits.h",
+    *("merge_splits.h", "peer_sum.h"),
 )
 
 
+SHAPES = ("linear", "peer", "quantised", "tensor")
 BITS = [2, 3, 4, 5, 6, 8] if os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all" else [3, 4, 8]
 
 
@@ -55,7 +56,7 @@ def compiled(
     shutil.copy(CUDA.parent / "gpu/column_order.h", folder / "gpu")
     folder = folder / "cuda"
     shutil.copytree(HOST, folder, dirs_exist_ok=True)
-    for header in ("code_order.h", "linear_shape.h", "quantised_shape.h", "tensor_shape.h"):
+    for header in ("code_order.h", *(f"{of}_shape.h" for of in SHAPES)):
         shutil.copy(CUDA / header, folder)
     shutil.copy(CUDA.parent / "attention_plan.cpp", folder)
     for header in KERNELS:
@@ -221,6 +222,32 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str]) -> None:
     changes = {"kernels/linear_stream.h": change}
     assert finds_a_fault(compiled(tmp_path, "stream", ["ONE_KIND"], changes))
+
+
+PEERS = [CUDA / "msl", ROOT / "metal"]
+
+
+@needs_nvcc
+def test_ranks_add_up(tmp_path) -> None:
+    assert compared(compiled(tmp_path, "peer_sum", includes=PEERS)) > 300_000
+
+
+@needs_nvcc
+@pytest.mark.one_in(16)
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("* 2 + round % 2", "* 2"),
+        ("wait_for_flag(flag(params.rank, rank), round);", ";"),
+        ("region(rank)[i]", "region((rank + params.rank) % RANKS)[i]"),
+        ("peers.region(i / part)[i]", "peers.region(params.rank)[i]"),
+        ("rounds[blockIdx.x] = peers.round", "rounds[blockIdx.x] = rounds[blockIdx.x] + 1"),
+    ],
+    ids=["one region", "nothing is waited for", "any order", "one part", "rounds that repeat"],
+)  # fmt: skip
+def test_faults_of_sums_are_seen(tmp_path, change: tuple[str, str]) -> None:
+    changes = {"kernels/peer_sum.h": change}
+    assert finds_a_fault(compiled(tmp_path, "peer_sum", changes=changes, includes=PEERS))
 
 
 ATTENTION = [CUDA, CUDA.parent, CUDA / "kernels", CUDA / "msl", ROOT / "metal"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -415,6 +416,19 @@ for gathers in (False, True):
 whole = ops.rms_norm(x + (x @ weights[0].T) @ weights[1].T, ones, 1e-5)
 alone = build(x, False)
 results["whole"] = float(mx.abs(alone - whole @ weights[1].T).max())
+
+# With memory that their GPUs share, sums that fit are kernels of a step. (Nothing runs them here.)
+def launches(rows, dtype):
+    [unknown] = executables.placeholders([mx.zeros((rows, 64), dtype)])
+    weight = mx.ones((64,), dtype)
+    out = sim_ext.all_sum(ops.rms_norm(unknown, weight, 1e-5), group=group)
+    found = sim_ext.cuda_executable_launches([unknown], [ops.rms_norm(out, weight, 1e-5)])
+    return [(launch["kernel"], launch["grid"][0], launch["constants"].hex()) for launch in found]
+
+before = launches(1, mx.float16)
+sim_ext.use_peer_memory(group, [0x1111, 0x2222])
+sums = [launches(*of) for of in ((1, mx.float16), (99, mx.bfloat16), (1, mx.float32))]
+results["sums"] = [before, *sums, launches(50_000, mx.float16)]
 print("RESULT", json.dumps(results))
 """
 
@@ -437,7 +451,7 @@ def test_ranks_reduce_and_gather_within_steps(tmp_path: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=240) for rank in ranks]
-    for rank, (output, errors) in zip(ranks, outputs, strict=True):
+    for number, (rank, (output, errors)) in enumerate(zip(ranks, outputs, strict=True)):
         assert rank.returncode == 0, errors[-3000:]
         [line] = [line for line in output.splitlines() if line.startswith("RESULT ")]
         results = json.loads(line.removeprefix("RESULT "))
@@ -446,3 +460,10 @@ def test_ranks_reduce_and_gather_within_steps(tmp_path: Path) -> None:
         for name in ("gpu False", "gpu True", "whole"):
             assert np.max(results[name]) < 1e-4
         assert results["replays False"] >= 2, "the parts before and after the collective"
+        before, *sums, large = results["sums"]
+        assert before[1][0] == large[1][0] == "Sum AllReduce"
+        names = ["peer_sum_float16_2", "peer_sum_bfloat16_2", "peer_sum_float32_2"]
+        assert [launches[1][0] for launches in sums] == names
+        assert [launches[1][1] for launches in sums] == [1, 2, 1], "blocks"
+        params = bytes.fromhex(sums[1][1][2])
+        assert struct.unpack("8Qiiii", params) == (0x1111, 0x2222, *[0] * 6, number, 99 * 8, 0, 0)

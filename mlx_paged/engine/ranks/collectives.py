@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.engine.ranks.launch import Wait, split, wait_here
+from mlx_paged.engine.ranks.peers import connect_peers
 from mlx_paged.model.pipeline import divide_layers
 from mlx_paged.model.sharding import shard
 
@@ -51,12 +52,15 @@ class Collectives(NamedTuple):
         Raises:
             InvalidParameterError: MLX's back end has no groups of some ranks.
         """
-        if tensor_parallel_size == world.size():
-            return cls(world, world, None)
         if tensor_parallel_size == 1:
             return cls(world, None, world)
-        stage, part = divmod(world.rank(), tensor_parallel_size)
-        return cls(world, split(world, stage, hosts, wait), split(world, part, hosts, wait))
+        tensor, pipeline = world, None
+        if tensor_parallel_size != world.size():
+            stage, part = divmod(world.rank(), tensor_parallel_size)
+            tensor = split(world, stage, hosts, wait)
+            pipeline = split(world, part, hosts, wait)
+        connect_peers(tensor)
+        return cls(world, tensor, pipeline)
 
     def divide(self, model: nn.Module, config: Mapping[str, Any]) -> None:
         """Keeps this rank's part of a model's weights; evaluates none.

@@ -28,6 +28,7 @@ from mlx_paged.engine.ranks.messages import (
     ADAPTER_SLOTS,
     ALL_ROWS,
     ALLOCATE,
+    LIMITS,
     RESET,
     START,
     STEP,
@@ -130,6 +131,11 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
             runner.allocate(counts, int(message.fields["num_state_slots"]))
             limit_buffer_cache(None, sum(pool.nbytes for pool in runner.model.pools()), 0)
             limit_run_ahead(runner.model.platform)
+        elif message.kind == LIMITS:
+            cache_limit = int(message.fields["cache_limit"])
+            runner.model.parts_ahead = int(message.fields["parts_ahead"])
+            mx.set_cache_limit(cache_limit)
+            limit_run_ahead(runner.model.platform, cache_limit)
 
 
 def start_fields(

@@ -98,7 +98,7 @@ def split(
         except RuntimeError as error:  # "[jaccl] Group split not supported."
             expected = f"1 where tensor_parallel_size is above 1, as MLX says {error}"
             raise InvalidParameterError("pipeline_parallel_size", expected, "more") from error
-    [port] = _free_ports(1, hosts[group.rank()])
+    [port] = free_ports(1, hosts[group.rank()])
     shown = np.zeros((group.size(), 2), dtype=np.int32)
     shown[group.rank()] = color, port
     shown = np.array(mx.distributed.all_sum(mx.array(shown), group=group))
@@ -141,10 +141,10 @@ def start(size: int, option: str) -> tuple[list[Follower], dict[str, str], str]:
         if len(devices) < size:
             expected = f"at most {len(devices)}, the number of visible GPUs"
             raise InvalidParameterError(option, expected, size)
-        [port] = _free_ports(1)
+        [port] = free_ports(1)
         common = {"NCCL_HOST_IP": _LOOPBACK, "NCCL_PORT": str(port), "MLX_WORLD_SIZE": str(size)}
     else:
-        hosts = _host_file([(_LOOPBACK, port) for port in _free_ports(size)])
+        hosts = _host_file([(_LOOPBACK, port) for port in free_ports(size)])
         common = {"MLX_HOSTFILE": str(hosts)}
     if platform.on_cpu and THREADS not in os.environ:
         # Too late for this process if it has run kernels before.
@@ -206,7 +206,8 @@ def remove_host_file(environment: Mapping[str, str]) -> None:
         Path(environment["MLX_HOSTFILE"]).unlink(missing_ok=True)
 
 
-def _free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
+def free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
+    """Returns ports that nothing uses now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

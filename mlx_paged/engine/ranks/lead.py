@@ -21,7 +21,14 @@ from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import adapter_messages, slots_message
 from mlx_paged.engine.ranks.life import Group
 from mlx_paged.engine.ranks.media import media_columns
-from mlx_paged.engine.ranks.messages import ALL_ROWS, ALLOCATE, RESET, Message, StepWriter
+from mlx_paged.engine.ranks.messages import (
+    ALL_ROWS,
+    ALLOCATE,
+    LIMITS,
+    RESET,
+    Message,
+    StepWriter,
+)
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.lora import LowRank
@@ -76,6 +83,15 @@ class LeadRunner(ModelRunner):
         message = Message(ALLOCATE, fields, {"num_blocks": array("q", counts)})
         self._group.send(message.encode())
         super().allocate(num_blocks, num_state_slots)
+
+    def share_limits(self, cache_limit: int) -> None:
+        """Has the hosts of other ranks be as far ahead of their GPUs as this one.
+
+        Args:
+            cache_limit: Bytes of freed buffers that MLX keeps.
+        """
+        fields = {"parts_ahead": self.model.parts_ahead, "cache_limit": cache_limit}
+        self._group.send(Message(LIMITS, fields).encode())
 
     def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
         """See `ModelRunner`."""

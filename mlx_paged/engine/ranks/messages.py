@@ -28,10 +28,10 @@ _TYPES = ("b", "i", "q", TOKEN_TYPE, "f")  # of columns: int8, int32, int64, uin
 READY, JOIN = "ready", "join"  # from another rank to rank 0, and the answer
 START, ALLOCATE, STEP, RESET = "start", "allocate", "step", "reset"
 ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER = "adapter slots", "adapter layer", "adapter"
-ALL_ROWS = "all rows"
+ALL_ROWS, LIMITS = "all rows", "limits"
 KINDS = (
     *(READY, JOIN, START, ALLOCATE, STEP, RESET),
-    *(ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER, ALL_ROWS),
+    *(ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER, ALL_ROWS, LIMITS),
 )
 
 

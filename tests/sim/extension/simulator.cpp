@@ -168,6 +168,8 @@ class SimulatedStepDevice : public StepDevice {
 
   bool captures() const override { return !captures_nothing; }
 
+  bool captures_collectives() const override { return false; }
+
   void prepare(const PlacedLaunches&) override {
     if (std::exchange(preparation_fails, false)) {
       throw std::runtime_error("[simulator] a preparation that fails");
@@ -221,15 +223,11 @@ class SimulatedStepDevice : public StepDevice {
   }
 
   void run(PlacedLaunches& placed, size_t begin, size_t end) override {
+    if (begin < end && placed.launches[begin].collective) {
+      return run_collective(placed.launches[begin], placed.addresses);
+    }
     auto operands = operands_of(placed);
     run({placed.launches.begin() + begin, placed.launches.begin() + end}, operands);
-  }
-
-  void run_collective(const Collective& collective, const mx::array& in, char* to) override {
-    Arrays out{mx::array(collective.out_shape, collective.dtype, collective.primitive, {})};
-    collective.primitive->eval_cpu({in}, out);
-    mx::synchronize(collective.primitive->stream());
-    std::memcpy(to, out[0].data<char>(), out[0].nbytes());
   }
 
   void keep(const mx::array&) override {}
@@ -245,6 +243,18 @@ class SimulatedStepDevice : public StepDevice {
     uint64_t bytes;
     uint64_t offset;  // in its buffer
   };
+
+  static void run_collective(const Launch& launch, const std::vector<char*>& addresses) {
+    const auto& collective = *launch.collective;
+    mx::array in(collective.in_shape, collective.dtype, nullptr, {});
+    mlx_paged::allocate(in);
+    std::memcpy(in.data<char>(), addresses[launch.buffers[0].operand], in.nbytes());
+    Arrays out{mx::array(collective.out_shape, collective.dtype, collective.primitive, {})};
+    collective.primitive->eval_cpu({in}, out);
+    mx::synchronize(collective.primitive->stream());
+    char* to = addresses[launch.buffers[1].operand];
+    std::memcpy(to, out[0].data<char>(), out[0].nbytes());
+  }
 
   std::vector<Operand> operands_of(const PlacedLaunches& placed) const {
     std::vector<Operand> operands;

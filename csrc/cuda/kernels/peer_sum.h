@@ -1,0 +1,127 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+//
+// peer_sum: adds up an array of all ranks over memory that their GPUs share (peer_shape.h).
+//
+// Block b of a rank works with block b of every other rank, on the same part of the array, in
+// rounds: it writes its region of this round, shows the round's number in every rank's flags, waits
+// until all ranks have shown theirs, and reads their regions. The number of a block's rounds stays
+// in device memory, so that a captured launch can be replayed.
+//
+// Regions alternate. A rank writes a region again two rounds later, when all ranks have shown the
+// round in between, and so have finished reading it. All ranks must launch the same sums in the
+// same order.
+//
+// Every rank adds the same values in the order of ranks, in fp32, and rounds once. So all ranks get
+// the same bits.
+
+#pragma once
+
+#include "../peer_shape.h"
+#include "dependent_launch.h"
+#include "system_flags.h"
+#include "vector_load.h"
+
+namespace mlx_paged::cuda {
+
+// One block's view of the buffers of all ranks.
+template <int RANKS>
+struct PeerBlock {
+  const PeerSumParams& params;
+  int block;
+  unsigned int round;  // the last one shown, or the one being written
+
+  __device__ __forceinline__ uint4* region(int rank) const {
+    int64_t index = int64_t(block) * 2 + round % 2;
+    return reinterpret_cast<uint4*>(params.buffers[rank] + kFlagBytes + index * kRegionBytes);
+  }
+
+  __device__ __forceinline__ unsigned int* flag(int of, int from) const {
+    return reinterpret_cast<unsigned int*>(params.buffers[of]) + block * kMaxPeers + from;
+  }
+
+  // Begins a round and returns this rank's region.
+  __device__ __forceinline__ uint4* begin_round() {
+    round++;
+    return region(params.rank);
+  }
+
+  // Shows this rank's region and waits for those of all ranks.
+  __device__ __forceinline__ void exchange() const {
+    __syncthreads();
+    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) {
+      show_flag(flag(rank, params.rank), round);
+    }
+    for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) {
+      wait_for_flag(flag(params.rank, rank), round);
+    }
+    __syncthreads();
+  }
+
+  // Chunk i of the sum of all regions of this round.
+  template <typename T>
+  __device__ __forceinline__ uint4 sum(int i) const {
+    constexpr int CHUNK = paged::chunk_size<T>();
+    uint4 chunks[RANKS];
+#pragma unroll
+    for (int rank = 0; rank < RANKS; rank++) {
+      chunks[rank] = region(rank)[i];
+    }
+    float sums[CHUNK];
+    paged::unpack(chunks[0], sums, T(0.0f));
+#pragma unroll
+    for (int rank = 1; rank < RANKS; rank++) {
+      float values[CHUNK];
+      paged::unpack(chunks[rank], values, T(0.0f));
+#pragma unroll
+      for (int e = 0; e < CHUNK; e++) {
+        sums[e] += values[e];
+      }
+    }
+    return paged::pack(sums, T(0.0f));
+  }
+};
+
+// rounds: [kPeerBlocks], zeros at first; only this kernel writes it. x and out may be the same.
+template <typename T, int RANKS>
+__device__ __forceinline__ void peer_sum(
+    const uint4* x, unsigned int* rounds, uint4* out, const PeerSumParams& params) {
+  PeerBlock<RANKS> peers{params, int(blockIdx.x), rounds[blockIdx.x]};
+  const int share = (params.num_chunks + gridDim.x - 1) / gridDim.x;
+  const int first = min(int(blockIdx.x) * share, params.num_chunks);
+  const int count = min(share, params.num_chunks - first);
+  const int threads = blockDim.x;
+  x += first;
+  out += first;
+
+  uint4* shown = peers.begin_round();
+  for (int i = threadIdx.x; i < count; i += threads) {
+    shown[i] = x[i];
+  }
+  peers.exchange();
+  if (!params.is_divided) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += threads) {
+      out[i] = peers.template sum<T>(i);
+    }
+  } else {
+    const int part = (count + RANKS - 1) / RANKS;
+    const int begin = min(params.rank * part, count);
+    const int end = min(begin + part, count);
+    const PeerBlock<RANKS> parts = peers;
+    uint4* sums = peers.begin_round();
+#pragma unroll 4
+    for (int i = begin + threadIdx.x; i < end; i += threads) {
+      sums[i] = parts.template sum<T>(i);
+    }
+    peers.exchange();
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += threads) {
+      out[i] = peers.region(i / part)[i];
+    }
+  }
+  if (threadIdx.x == 0) {
+    rounds[blockIdx.x] = peers.round;
+  }
+}
+
+}  // namespace mlx_paged::cuda

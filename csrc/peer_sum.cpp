@@ -1,0 +1,98 @@
+// Copyright © 2026 the mlx_paged authors. Apache-2.0.
+
+#include "peer_sum.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "mlx/distributed/ops.h"
+#include "mlx/ops.h"
+#include "mlx/transforms.h"
+#include "mlx/utils.h"
+#include "validate.h"
+
+namespace mlx_paged {
+
+namespace {
+
+// From this many bytes on, each rank sums a part: it reads less, but waits twice. Two ranks would
+// read as much.
+constexpr int64_t kDividedBytes = 256 << 10;
+
+struct Peers {
+  PeerMemory memory;
+  mx::array rounds;
+};
+
+// By MLX's group, which is kept so that no other one gets its address. Never destroyed, because
+// CUDA may be torn down before static objects are.
+std::map<const void*, std::pair<mx::distributed::Group, Peers>>& peers() {
+  static auto* all = new std::map<const void*, std::pair<mx::distributed::Group, Peers>>;
+  return *all;
+}
+
+std::mutex peers_mutex;
+
+bool fits(const mx::array& x) {
+  return is_supported(x.dtype()) && x.nbytes() > 0 && x.nbytes() % cuda::kPeerChunkBytes == 0 &&
+         int64_t(x.nbytes()) <= cuda::kMaxPeerSumBytes;
+}
+
+}  // namespace
+
+void PeerSum::eval_cpu(const Arrays&, Arrays&) {
+  throw std::runtime_error("[peer_sum] runs on NVIDIA GPUs only");
+}
+
+LaunchList PeerSum::launches(const Arrays& in, const Arrays&, Gpu) const {
+  const auto& x = in[0];
+  cuda::PeerSumParams params{};
+  std::copy(memory_.buffers.begin(), memory_.buffers.end(), params.buffers);
+  params.rank = memory_.rank;
+  params.num_chunks = int(x.nbytes() / cuda::kPeerChunkBytes);
+  params.is_divided = memory_.buffers.size() > 2 && int64_t(x.nbytes()) > kDividedBytes;
+  Launch launch;
+  launch.kernel.host_name = std::string("peer_sum_") + name_of(dtype_of(x.dtype())) + "_" +
+                            std::to_string(memory_.buffers.size());
+  launch.buffers = {
+      {0, Access::read, uint64_t(x.nbytes())},
+      {1, Access::read_write, uint64_t(in[1].nbytes())},
+      {2, Access::write, uint64_t(x.nbytes())}};
+  launch.constants = bytes_of(params);
+  uint32_t blocks = div_up(params.num_chunks, cuda::kPeerThreads);
+  launch.grid = {std::min<uint32_t>(blocks, cuda::kPeerBlocks), 1, 1};
+  launch.threadgroup = {cuda::kPeerThreads, 1, 1};
+  return {{launch}, {}};
+}
+
+void use_peer_memory(const mx::distributed::Group& group, PeerMemory memory) {
+  Validator v("use_peer_memory");
+  int size = group.size();
+  v.require(size == 2 || size == 4 || size == 8, "the size of the group", "2, 4 or 8", size);
+  v.require(
+      int(memory.buffers.size()) == size, "the number of buffers", size, memory.buffers.size());
+  v.require(memory.rank == group.rank(), "the rank", group.rank(), memory.rank);
+  mx::array rounds = mx::zeros({cuda::kPeerBlocks}, mx::uint32);
+  rounds.eval();
+  std::lock_guard lock(peers_mutex);
+  peers().insert_or_assign(
+      group.raw_group().get(), std::pair(group, Peers{std::move(memory), std::move(rounds)}));
+}
+
+mx::array all_sum(const mx::array& x, const mx::distributed::Group& group, mx::StreamOrDevice s) {
+  std::unique_lock lock(peers_mutex);
+  auto found = peers().find(group.raw_group().get());
+  if (found == peers().end() || !fits(x)) {
+    lock.unlock();
+    return mx::distributed::all_sum(x, group, s);
+  }
+  const auto& [memory, rounds] = found->second.second;
+  auto node = std::make_shared<PeerSum>(mx::to_stream(s), memory);
+  return mx::array(x.shape(), x.dtype(), std::move(node), {x, rounds});
+}
+
+}  // namespace mlx_paged

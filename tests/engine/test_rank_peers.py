@@ -1,0 +1,109 @@
+"""Ranks connect their GPUs' memory together or not at all; here they are threads, and memory is a
+dictionary."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.engine.ranks import peers
+from mlx_paged.engine.ranks.peers import connect_peers, mapped_buffers
+
+SIZE = 4
+
+
+class Exchanged:
+    """Gives every rank's bytes to all ranks."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(SIZE, timeout=20)
+        self._shown = [b""] * SIZE
+        self.rounds = 0
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def exchange(own: bytes) -> list[bytes]:
+            self._shown[rank] = own
+            self._barrier.wait()
+            shown = list(self._shown)
+            if self._barrier.wait() == 0:
+                self.rounds += 1
+            assert len({len(each) for each in shown}) == 1
+            return shown
+
+        return exchange
+
+
+@dataclass
+class FakeMemory:
+    """Addresses of rank r's buffer are 1000 * r there, and end with the mapping rank elsewhere."""
+
+    rank: int
+    has_buffer: bool = True
+    cannot_open: set[int] = field(default_factory=set)
+
+    def make(self) -> tuple[int, bytes]:
+        if not self.has_buffer:
+            raise RuntimeError("no memory is left")
+        return 1000 * self.rank, bytes([self.rank]) * 64
+
+    def open(self, handle: bytes) -> int:
+        if handle[0] in self.cannot_open:
+            raise RuntimeError("peer access is not supported")
+        assert handle == bytes([handle[0]]) * 64
+        return 1000 * handle[0] + self.rank
+
+
+def connect(*memories: FakeMemory) -> tuple[list[list[int] | str], int]:
+    """Each rank's buffers or reason, and the exchanges that took."""
+    exchanged = Exchanged()
+    with ThreadPoolExecutor(SIZE) as pool:
+        found = pool.map(
+            lambda memory: mapped_buffers(memory, memory.rank, exchanged.of(memory.rank)), memories
+        )
+        return list(found), exchanged.rounds
+
+
+def test_every_rank_maps_the_buffers_of_all() -> None:
+    found, rounds = connect(*map(FakeMemory, range(SIZE)))
+    assert found[1] == [1, 1000, 2001, 3001] and rounds == 2
+    assert all(buffers[rank] == 1000 * rank for rank, buffers in enumerate(found))
+
+
+def test_no_rank_connects_without_the_buffer_of_one() -> None:
+    memories = [FakeMemory(rank, has_buffer=rank != 2) for rank in range(SIZE)]
+    found, rounds = connect(*memories)
+    assert found[2] == "no memory is left" and rounds == 1
+    assert found[0] == found[1] == found[3] == "ranks [2] have no memory to share"
+
+
+def test_no_rank_connects_if_one_cannot_map_another_ones_memory() -> None:
+    memories = [FakeMemory(rank, cannot_open={0} if rank == 3 else set()) for rank in range(SIZE)]
+    found, rounds = connect(*memories)
+    assert found[3] == "rank 0: peer access is not supported" and rounds == 2
+    assert found[0] == "ranks [3] cannot map the others' memory"
+
+
+def test_ranks_of_several_machines_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter([b"a" * 16, b"a" * 16, b"b" * 16, b"a" * 16])
+    monkeypatch.setattr(peers, "_machine", lambda: next(names))
+    found, rounds = connect(*map(FakeMemory, range(SIZE)))
+    assert set(found) == {"the ranks are on several machines"} and rounds == 1
+
+
+def test_an_environment_variable_leaves_sums_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peers.PEER_SUMS, "0")
+    found, _ = connect(*map(FakeMemory, range(SIZE)))
+    assert found[0] == f"{peers.PEER_SUMS} is 0"
+
+
+def test_a_group_without_shared_memory_sums_as_before() -> None:
+    group = mx.distributed.init()
+    connect_peers(group)
+    x = mx.arange(4, dtype=mx.float32)
+    assert mx.array_equal(peers.summed(x, group=group), x)
+    assert mx.array_equal(peers.summed(x), x)
