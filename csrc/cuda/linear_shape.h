@@ -11,13 +11,20 @@ namespace mlx_paged::cuda {
 
 constexpr int kLinearMaxWeights = 3;
 
-// Low-rank adapters of a product's weights (kernels/linear_adapters.h).
+// Low-rank adapters of a product's weights (kernels/linear_adapters.h). The first blocks of the
+// grid multiply x by their first matrices (kernels/adapter_blocks.h).
 struct LinearAdapters {
   int count;                      // 0: none
   int rank;                       // a multiple of 8, as are the rows of weights with adapters
-  int num_parts;                  // of k, whose hidden values are added
+  int num_units;                  // of work for the first blocks, one each
+  int num_blocks;                 // the first blocks: whole clusters
   int target[kLinearMaxWeights];  // index of each weight among those with adapters; -1: none
 };
+
+// A unit's rows of x and of the first matrix, and the parts of k.
+constexpr int kAdapterRows = 8;
+constexpr int kAdapterRanks = 16;
+constexpr int kAdapterParts = 4;
 
 // Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), written to the first weight's output.
@@ -39,7 +46,7 @@ struct LinearParams {
   CodeOrder out_order;      // order of the outputs, whose number is a multiple of its run
   LinearAdapters adapters;  // linear_stream and linear_quantised_stream only
 };
-static_assert(sizeof(LinearParams) == 88, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 92, "the same for every compiler");
 
 // Parameters of products of rows with one weight of each of their experts (metal/experts.h), or
 // with its gate and up. A launch covers `max_items` items; the step's items come first.
@@ -49,7 +56,7 @@ struct ExpertProductParams {
   int top_k;
   int is_first;  // gathers x by row and stores results by place; otherwise the reverse
 };
-static_assert(sizeof(ExpertProductParams) == 100, "the same for every compiler");
+static_assert(sizeof(ExpertProductParams) == 104, "the same for every compiler");
 
 // A row's columns are summed in one fixed order, so its result does not depend on the number of
 // rows: the columns form kLinearParts parts, each summed in order, and the parts are added

@@ -9,6 +9,8 @@
 #include <sstream>
 #include <string>
 
+#include "variants.h"
+
 namespace mlx_paged::cuda {
 
 namespace {
@@ -41,12 +43,34 @@ MatrixMap map_of_x(const LinearParams& params, int tiles) {
   return {0, 2, params.num_rows, params.k, params.x_stride, 8 * tiles, kLinearChunk};
 }
 
-void bind_after_parts(Launch& launch, const LinearOperands& operands) {
-  for (int operand :
-       {operands.rotations, operands.slots, operands.hidden, operands.adapters,
-        operands.parts[0].adapter, operands.parts[1].adapter, operands.parts[2].adapter}) {
+void bind_after_parts(
+    Launch& launch, const LinearOperands& operands, const LinearAdapters& adapters) {
+  auto written = adapters.count > 0 ? Access::read_write : Access::read;
+  launch.buffers.push_back({operands.rotations, Access::read, 0});
+  launch.buffers.push_back({operands.slots, Access::read, 0});
+  launch.buffers.push_back({operands.hidden, written, 0});
+  launch.buffers.push_back({operands.adapters, Access::read, 0});
+  launch.buffers.push_back({operands.finished, written, 0});
+  for (int operand : operands.first_matrices) {
     launch.buffers.push_back({operand, Access::read, 0});
   }
+  for (const auto& part : operands.parts) {
+    launch.buffers.push_back({part.adapter, Access::read, 0});
+  }
+}
+
+// Returns adapters with the blocks that a launch puts in front of its own, in whole clusters.
+LinearAdapters with_blocks(const LinearParams& params, uint32_t cluster) {
+  LinearAdapters adapters = params.adapters;
+  if (adapters.count > 0) {
+    auto targets = std::count_if(
+        adapters.target, adapters.target + params.num_weights, [](int t) { return t >= 0; });
+    int row_tiles = int(div_up(params.num_rows, kAdapterRows));
+    int rank_tiles = int(div_up(adapters.rank, kAdapterRanks));
+    adapters.num_units = kAdapterParts * row_tiles * rank_tiles * int(targets);
+    adapters.num_blocks = int(div_up(adapters.num_units, cluster) * cluster);
+  }
+  return adapters;
 }
 
 // Warpgroup products give the same bits; single-warp products are faster for few rows.
@@ -65,7 +89,7 @@ std::string stream_kernel(DType dtype, int tiles, TmaKernels tma) {
 
 // Buffer sizes stay unset; CUDA's encoder ignores them.
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, TmaKernels tma) {
+    LinearParams params, DType dtype, const LinearOperands& operands, TmaKernels tma) {
   int tiles = tiles_of(params.num_rows);
   Launch launch;
   if (tma != TmaKernels::none) {
@@ -76,7 +100,8 @@ Launch linear_launch(
     launch.threadgroup_memory =
         uses_wgmma(tiles, tma) ? wgmma_scratch(tiles) : stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
-    launch.grid = {num_tiles * blocks, 1, 1};
+    params.adapters = with_blocks(params, blocks);
+    launch.grid = {params.adapters.num_blocks + num_tiles * blocks, 1, 1};
     launch.threadgroup = {kStreamThreads, 1, 1};
     launch.maps.push_back(map_of_x(params, tiles));
     for (int i = 0; i < params.num_weights; i++) {
@@ -113,7 +138,7 @@ Launch linear_launch(
     launch.buffers.push_back({part.bias, Access::read, 0});
     launch.buffers.push_back({part.out, Access::write, 0});
   }
-  bind_after_parts(launch, operands);
+  bind_after_parts(launch, operands, params.adapters);
   launch.constants = bytes_of(params);
   return launch;
 }
@@ -215,8 +240,8 @@ CodeOrder order_of_x(const ProductStep& step, TmaKernels tma) {
 }
 
 Launch quantised_launch(
-    const LinearParams& params, DType dtype, const WeightCodes& codes,
-    const LinearOperands& operands, TmaKernels tma) {
+    LinearParams params, DType dtype, const WeightCodes& codes, const LinearOperands& operands,
+    TmaKernels tma) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
   bool by_stream = tma >= TmaKernels::any && streams_quantised(format, codes, params.k);
@@ -229,7 +254,8 @@ Launch quantised_launch(
     uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamMinColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
-    launch.grid = {num_tiles * blocks, 1, 1};
+    params.adapters = with_blocks(params, blocks);
+    launch.grid = {params.adapters.num_blocks + num_tiles * blocks, 1, 1};
     launch.threadgroup = {
         uint32_t(by_wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads), 1, 1};
     launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, true);
@@ -258,7 +284,7 @@ Launch quantised_launch(
     }
     launch.buffers.push_back({part.out, Access::write, 0});
   }
-  bind_after_parts(launch, operands);
+  bind_after_parts(launch, operands, params.adapters);
   launch.constants = bytes_of(params);
   return launch;
 }
@@ -383,7 +409,7 @@ Params constants_of(const Launch& launch) {
   throw UnsupportedGraph(what.str());
 }
 
-// True if the products' kernel also adds their adapters.
+// True if the products' kernel does the work of their adapters.
 bool adds_adapters(const ProductStep& step, TmaKernels tma) {
   const char* wanted = std::getenv("MLX_PAGED_ADAPTERS_IN_PRODUCTS");
   if (wanted && std::atoi(wanted) == 0) {
@@ -396,25 +422,30 @@ bool adds_adapters(const ProductStep& step, TmaKernels tma) {
   for (const auto& part : step.parts) {
     is_served = is_served && (part.target < 0 || part.n % 8 == 0);
   }
-  return is_served && constants_of<paged::LoraParams>(*step.adapt).rank % 8 == 0;
+  return is_served && constants_of<paged::LoraParams>(step.adapters->up).rank % 8 == 0;
 }
 
-// Makes a product's kernel do the work of `adapt`, lora_up.
-void take_adapters(
-    LinearParams& params, LinearOperands& operands, const ProductStep& step, const Launch& adapt) {
-  const auto lora = constants_of<paged::LoraParams>(adapt);
-  auto operand_at = [&](int buffer) { return adapt.buffers[buffer].operand; };
+// Makes a product's kernel do the work of lora_down and lora_up.
+void take_adapters(LinearParams& params, LinearOperands& operands, const ProductStep& step) {
+  using Adapters = ProductStep::Adapters;
+  const auto& [down, up, finished] = *step.adapters;
+  const auto lora = constants_of<paged::LoraParams>(up);
+  auto operand_at = [&up = up](int buffer) { return up.buffers[buffer].operand; };
   params.is_gated = lora.is_gated;
   params.has_residual = lora.has_residual;
-  params.adapters = {lora.num_adapters, lora.rank, lora.num_parts, {-1, -1, -1}};
-  operands.residual = operand_at(ProductStep::kResidual);
-  operands.hidden = operand_at(ProductStep::kHidden);
-  operands.adapters = operand_at(ProductStep::kAdapters);
+  params.adapters = {lora.num_adapters, lora.rank, 0, 0, {-1, -1, -1}};
+  operands.residual = operand_at(Adapters::kResidual);
+  operands.hidden = operand_at(Adapters::kHidden);
+  operands.adapters = operand_at(Adapters::kAdapters);
+  operands.finished = finished;
+  for (int i = 0; i < paged::LORA_TARGETS; i++) {
+    operands.first_matrices[i] = down.buffers[Adapters::kDownMatrices + i].operand;
+  }
   for (size_t i = 0; i < step.parts.size(); i++) {
     int target = params.adapters.target[i] = step.parts[i].target;
     if (target >= 0) {
-      operands.parts[i].adapter = operand_at(ProductStep::kMatrices + target);
-      operands.parts[i].out = operand_at(ProductStep::kAdapted + target);
+      operands.parts[i].adapter = operand_at(Adapters::kUpMatrices + target);
+      operands.parts[i].out = operand_at(Adapters::kResults + target);
     }
   }
 }
@@ -433,6 +464,8 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
   operands.x = step.x;
   operands.residual = step.residual >= 0 ? step.residual : step.x;
   operands.rotations = operands.slots = operands.hidden = operands.adapters = step.x;
+  operands.finished = step.x;
+  std::fill_n(operands.first_matrices, kLinearMaxWeights, step.x);
   for (auto& part : operands.parts) {
     part.adapter = step.x;
   }
@@ -443,8 +476,8 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
     operands.parts[i] = {part.weight, part.bias >= 0 ? part.bias : part.weight,     part.out,
                          part.scales, part.biases >= 0 ? part.biases : part.scales, step.x};
   }
-  if (step.adapt) {
-    take_adapters(params, operands, step, *step.adapt);
+  if (step.adapters) {
+    take_adapters(params, operands, step);
   }
   if (step.write) {
     const auto& buffers = step.write->buffers;
@@ -510,15 +543,24 @@ std::vector<Launch> product_launches(
       refuse_product(step, part.n);
     }
   }
-  if (!is_many && (!step.adapt || adds_adapters(step, tma))) {
+  if (!is_many && (!step.adapters || adds_adapters(step, tma))) {
     return {kernel_product(step, tma)};
   }
   ProductStep alone = step;
-  alone.adapt = alone.write = std::nullopt;
+  alone.adapters = std::nullopt;
+  alone.write = std::nullopt;
   alone.out_order = {};
   std::vector<Launch> launches{};
+  if (step.adapters) {
+    launches.push_back(step.adapters->down);
+    if (step.x_is_ordered) {
+      rows_in_order(launches.back(), order_of_x(step, tma));
+    }
+  }
   if (is_many) {
-    launches = library_products(alone, workspace);
+    for (auto& launch : library_products(alone, workspace)) {
+      launches.push_back(std::move(launch));
+    }
   } else {
     launches.push_back(kernel_product(alone, tma));
   }

@@ -33,27 +33,29 @@ struct LinearOperands {
     int out;
     int scales = -1;  // of a quantized weight
     int biases = -1;  // equal to scales if the format has none
-    int adapter = 0;  // b of LinearAdapters, or x
+    int adapter = 0;  // second matrices of LinearAdapters, or x
   };
   int x;
   int residual;  // equal to x if there is none
   Part parts[kLinearMaxWeights];
   int rotations;  // equal to x, like slots, without heads
   int slots;
-  int hidden;  // equal to x, like adapters, without adapters
+  int hidden;  // equal to x, like those below, without adapters
   int adapters;
+  int finished;
+  int first_matrices[kLinearMaxWeights];  // of each target
 };
 
 Launch linear_launch(
-    const LinearParams& params, DType dtype, const LinearOperands& operands, TmaKernels tma);
+    LinearParams params, DType dtype, const LinearOperands& operands, TmaKernels tma);
 
 // True if there is a kernel for such a product.
 bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma);
 
 // The same for weights from mx.quantize.
 Launch quantised_launch(
-    const LinearParams& params, DType dtype, const WeightCodes& codes,
-    const LinearOperands& operands, TmaKernels tma);
+    LinearParams params, DType dtype, const WeightCodes& codes, const LinearOperands& operands,
+    TmaKernels tma);
 
 bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
 

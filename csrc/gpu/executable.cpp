@@ -304,8 +304,8 @@ std::vector<Launch> launches_after_products(
   auto bind = [&](Launch& launch, int operand, Access access) {
     launch.buffers.push_back({operand, access, operands[operand].bytes});
   };
-  if (step.adapt) {
-    launches.push_back(*step.adapt);
+  if (step.adapters) {
+    launches.push_back(step.adapters->up);
     if (step.out_order.run > 0) {
       cuda::rows_in_order(launches.back(), step.out_order);
     }

@@ -61,7 +61,7 @@ struct ProductStep {
     int n;
     int scales = -1;  // of a quantized weight
     int biases = -1;
-    int target = -1;  // of `adapt`; -1: no adapter changes the part
+    int target = -1;  // of `adapters`; -1: no adapter changes the part
   };
   int x;
   int num_rows;
@@ -75,15 +75,24 @@ struct ProductStep {
   // output expect.
   bool x_is_ordered = false;
   ColumnOrder out_order{};
-  // lora_up of the parts' adapters, with the gate or residual that follows, unless the products add
-  // them. Then the step itself is neither gated nor has a residual.
-  std::optional<Launch> adapt;
-  // Its buffers: each target's base, then these.
-  static constexpr int kHidden = paged::LORA_TARGETS;
-  static constexpr int kAdapters = kHidden + 1;
-  static constexpr int kMatrices = kAdapters + 1;  // of each target
-  static constexpr int kResidual = kMatrices + paged::LORA_TARGETS;
-  static constexpr int kAdapted = kResidual + 1;  // each target's result
+  // Adapters of the parts: lora_down before the products and lora_up after them, with the gate or
+  // residual that follows, unless the products do the work of both. The step itself is then neither
+  // gated nor has a residual.
+  struct Adapters {
+    Launch down;
+    Launch up;
+    int finished;  // [1] uint32, zero, for products that do their work
+
+    // Buffers of `down`: x, the rows' adapters, then this.
+    static constexpr int kDownMatrices = 2;  // of each target
+    // Buffers of `up`: each target's base, then these.
+    static constexpr int kHidden = paged::LORA_TARGETS;
+    static constexpr int kAdapters = kHidden + 1;
+    static constexpr int kUpMatrices = kAdapters + 1;  // of each target
+    static constexpr int kResidual = kUpMatrices + paged::LORA_TARGETS;
+    static constexpr int kResults = kResidual + 1;  // of each target
+  };
+  std::optional<Adapters> adapters;
   // For queries, keys and values: the kernel that rotates and writes them, unless the products do.
   std::optional<Launch> write;
   int head_dim = 0;  // of `write`
@@ -261,7 +270,7 @@ std::vector<Launch> mixture_launches(
     const MixtureStep& step, const std::vector<StepOperand>& operands, Gpu gpu,
     cuda::TmaKernels tma);
 
-// Launches that follow plain products: adapters, silu(gate) * up, or the rotation and write of
+// Launches that follow plain products: lora_up, silu(gate) * up, or the rotation and write of
 // heads.
 std::vector<Launch> launches_after_products(
     const ProductStep& step, const std::vector<StepOperand>& operands);

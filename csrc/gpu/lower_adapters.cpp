@@ -1,13 +1,15 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Adapters: lora_down for all targets of one x, then the products that they change, which add the
-// rest or are followed by lora_up. In this order a GPU that starts a kernel early, as NVIDIA's can,
+// Adapters: lora_down for all targets of one x, the products that they change, and lora_up, or
+// products that do all of it. In this order a GPU that starts a kernel early, as NVIDIA's can,
 // loads the products' weights while lora_down runs.
 
 #include <algorithm>
 #include <utility>
 
+#include "../cuda/linear_shape.h"
 #include "lowering.h"
+#include "mlx/ops.h"
 
 namespace mlx_paged {
 
@@ -26,7 +28,9 @@ void GpuLowering::lower_lora(const GraphNode& node) {
   std::vector<size_t> loras{graph_.index_of(node)};
   View base = dense_view(node.inputs[Lora::kBase], "a base that is not dense");
   require(begins_at_chunk(base), "a base that does not begin at 16 bytes");
-  add_step(up_launch(add_down(view(node.inputs[Lora::kX]), loras), {base}, nullptr));
+  auto made = down_launch(view(node.inputs[Lora::kX]), loras);
+  add_step(made.down);
+  add_step(up_launch(made, {base}, nullptr));
 }
 
 // Lowers products with adapters and what follows: silu_mul of two, or an addition to one.
@@ -35,13 +39,12 @@ void GpuLowering::lower_adapted(const GraphNode& node) {
   add_step(adapted_products(products, loras, &node));
 }
 
-// Adds lora_down and returns the products. `finish`: the node that they compute in the place of the
-// loras' results, or null.
+// `finish`: the node that the products compute in the place of the loras' results, or null.
 ProductStep GpuLowering::adapted_products(
     const std::vector<size_t>& products, const std::vector<size_t>& loras,
     const GraphNode* finish) {
   const auto& nodes = graph_.nodes();
-  auto made = add_down(view(linear_of(graph_, nodes[products[0]])->x), loras);
+  auto made = down_launch(view(linear_of(graph_, nodes[products[0]])->x), loras);
   ProductStep step = products_of(products, nodes[products[0]].outputs[0], false);
   std::vector<View> bases;
   for (size_t i = 0; i < loras.size(); i++) {
@@ -50,8 +53,17 @@ ProductStep GpuLowering::adapted_products(
     size_t part = std::find(products.begin(), products.end(), base) - products.begin();
     step.parts[part].target = int(i);
   }
-  step.adapt = up_launch(made, bases, finish);
+  step.adapters = {made.down, up_launch(made, bases, finish), operand(finished_count())};
   return step;
+}
+
+// A count of finished blocks that all products use, one after another.
+View GpuLowering::finished_count() {
+  constexpr int kSize = 64;  // MLX keeps smaller arrays where the host reads them
+  if (!finished_count_) {
+    finished_count_ = mx::zeros({kSize}, mx::uint32);
+  }
+  return dense_constant(*finished_count_);
 }
 
 // Returns the loras that can follow these products in one launch, now lowered.
@@ -76,7 +88,8 @@ std::vector<size_t> GpuLowering::loras_after(const std::vector<size_t>& products
   return loras;
 }
 
-GpuLowering::Adapters GpuLowering::add_down(const View& x, const std::vector<size_t>& loras) {
+// Returns lora_down, for the next step.
+GpuLowering::Adapters GpuLowering::down_launch(const View& x, const std::vector<size_t>& loras) {
   const auto& nodes = graph_.nodes();
   const auto& first = nodes[loras[0]].inputs;
   std::vector<View> a;
@@ -90,7 +103,9 @@ GpuLowering::Adapters GpuLowering::add_down(const View& x, const std::vector<siz
   View adapters = dense_view(first[Lora::kAdapters], "numbers of adapters that are not dense");
   auto params = lora_params(first[Lora::kA], int(first[Lora::kAdapters].size()), columns);
   int num_targets = int(loras.size());
-  View hidden = new_buffer({lora_hidden_size(params, num_targets)}, mx::float32);
+  auto most = params;  // Products that do the work of lora_down have other parts.
+  most.num_parts = std::max(params.num_parts, cuda::kAdapterParts);
+  View hidden = new_buffer({lora_hidden_size(most, num_targets)}, mx::float32);
   Launch down = lora_down_launch(params, num_targets, first[Lora::kA].dtype());
   read(down, x);
   read_now(x);
@@ -100,8 +115,7 @@ GpuLowering::Adapters GpuLowering::add_down(const View& x, const std::vector<siz
   }
   bind_missing(down, a.size());
   write(down, hidden);
-  add_step(std::move(down));
-  return {loras, params, hidden};
+  return {loras, params, hidden, std::move(down)};
 }
 
 // The product that a lora changes.

@@ -60,13 +60,15 @@ class GpuLowering {
   void lower_lora(const GraphNode& node);
   void lower_adapted(const GraphNode& node);
   std::vector<size_t> loras_after(const std::vector<size_t>& products);
-  struct Adapters {  // loras that share launches, after lora_down
+  struct Adapters {  // loras that share launches
     std::vector<size_t> loras;
     paged::LoraParams params;
     View hidden;
+    Launch down;
   };
-  Adapters add_down(const View& x, const std::vector<size_t>& loras);
+  Adapters down_launch(const View& x, const std::vector<size_t>& loras);
   Launch up_launch(const Adapters& made, const std::vector<View>& bases, const GraphNode* finish);
+  View finished_count();
   size_t base_of(size_t lora) const;
   ProductStep adapted_products(
       const std::vector<size_t>& products, const std::vector<size_t>& loras,
@@ -140,6 +142,7 @@ class GpuLowering {
   std::unordered_map<Id, View> views_;
   std::unordered_set<Id> for_host_;  // results
   std::map<int, mx::array> row_numbers_;
+  std::optional<mx::array> finished_count_;
 };
 
 }  // namespace mlx_paged

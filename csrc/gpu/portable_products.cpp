@@ -74,6 +74,9 @@ std::vector<Launch> portable_product_launches(
     throw UnsupportedGraph(*reason);
   }
   std::vector<Launch> launches;
+  if (step.adapters) {
+    launches.push_back(step.adapters->down);
+  }
   auto bind = [&](Launch& launch, int operand, Access access) {
     launch.buffers.push_back({operand, access, operands[operand].bytes});
   };

@@ -24,7 +24,8 @@ HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
     *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
-    *("linear_adapters.h", "linear_finish.h", "linear_math.h", "operand_maps.h", "ordered_rows.h"),
+    *("adapter_blocks.h", "linear_adapters.h", "linear_finish.h", "linear_math.h"),
+    *("operand_maps.h", "ordered_rows.h"),
     *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
     *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
     *("paged_decode_quantised.h", "quantised_state.h", "code_ring.h", "code_fragments.h"),
@@ -200,27 +201,34 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
     assert finds_a_fault(compiled(tmp_path, "quantised", kind, changes))
 
 
+PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_blocks.h"
+
+
 @needs_nvcc
 @pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     "change",
     [
-        ("ring.wait_until_full(stage, turn / kStages);", ""),
-        ("ring.begin(kMultipliers)", "ring.begin(1)"),
-        ("wait_for_products<1>(sums);", ""),
-        ("    clear(sums);\n", ""),
-        ("x + s * kNextColumns", "x"),
-        ("before.add(part, sums);", "if (num_parts < 8) before.add(part, sums);"),
-        ("first + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : first)"),
-        ("in_memory(memory + number)", "in_memory(memory)"),
+        (PRODUCTS, "ring.wait_until_full(stage, turn / kStages);", ""),
+        (PRODUCTS, "ring.begin(kMultipliers)", "ring.begin(1)"),
+        (PRODUCTS, "wait_for_products<1>(sums);", ""),
+        (PRODUCTS, "    clear(sums);\n", ""),
+        (PRODUCTS, "x + s * kNextColumns", "x"),
+        (PRODUCTS, "before.add(part, sums);", "if (num_parts < 8) before.add(part, sums);"),
+        (PRODUCTS, "first + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : first)"),
+        (PRODUCTS, "in_memory(memory + number)", "in_memory(memory)"),
+        (ADAPTERS, "chosen[i % 2] == adapter ?", "true ?"),
+        (ADAPTERS, "(part + 1) * of_part, all", "(part + 1) * of_part, all - 1"),
     ],
     ids=[
         "nothing is waited for", "one warp releases", "released under way", "added to what was",
         "the first columns", "one part", "half of the parts", "one memory for all threads",
+        "another row's adapter", "columns without an adapter",
     ],
 )  # fmt: skip
-def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str]) -> None:
-    changes = {"kernels/linear_stream.h": change}
+def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str, str]) -> None:
+    file, before, after = change
+    changes = {file: (before, after)}
     assert finds_a_fault(compiled(tmp_path, "stream", ["ONE_KIND"], changes))
 
 

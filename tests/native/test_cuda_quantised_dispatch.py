@@ -46,7 +46,7 @@ def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
     assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
     assert launch["threadgroup"] == ((288 if copies_alone else 256), 1, 1)
-    assert len(launch["buffers"]) == 24
+    assert len(launch["buffers"]) == 28
 
 
 def test_shared_memory() -> None:
@@ -167,7 +167,7 @@ def params_of(launch: dict[str, Any]) -> dict[str, int]:
     names = ("num_rows", "k", "x_stride", "num_weights", "is_gated", "has_residual", "head_dim")
     names += ("n0", "n1", "n2", "bias0", "bias1", "bias2")
     names += ("x_is_ordered", "out_run", "out_apart")
-    names += ("num_adapters", "rank", "num_parts", "target0", "target1", "target2")
+    names += ("num_adapters", "rank", "num_units", "num_blocks", "target0", "target1", "target2")
     return dict(zip(names, np.frombuffer(launch["constants"], np.int32).tolist(), strict=True))
 
 
@@ -308,24 +308,31 @@ def launches_with_adapters(tma: str, rank: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("tma", "suffix"), [("wgmma", "_ordered_64_4"), ("any", "")])
 def test_products_add_their_adapters(tma: str, suffix: str) -> None:
-    """Products and lora_down read what a norm or a gate writes, in the order of the products."""
+    """No other kernel does: blocks in front of theirs multiply by the adapters' first matrices."""
     launches = launches_with_adapters(tma, 8)
     names = [launch["kernel"] for launch in launches]
-    assert [name for name in names if not name.startswith("linear_")] == [
-        f"add_rms_norm_bfloat16{suffix}", *[f"lora_down_bfloat16{suffix}"] * 2
-    ]  # fmt: skip
-    products = [launch for launch in launches if launch["kernel"].startswith("linear_")]
+    assert names[0] == f"add_rms_norm_bfloat16{suffix}" and len(names) == 3
+    products = launches[1:]
     assert orders_of(products) == [
         (bool(suffix), (64, 4) if suffix else None),
         (bool(suffix), None),
     ]
     gated, down = map(params_of, products)
     assert gated["is_gated"] and not down["is_gated"]
-    for params, targets in ((gated, [0, 1]), (down, [0])):
-        assert [params[name] for name in ("num_adapters", "rank", "num_parts")] == [2, 8, 1]
+    for launch, params, targets in zip(products, (gated, down), ([0, 1], [0])):
+        assert [params[name] for name in ("num_adapters", "rank")] == [2, 8]
         assert [params[f"target{i}"] for i in range(len(targets))] == targets
-    of_adapters = [operand for operand, *_ in products[0]["buffers"][-5:]]
-    assert len(set(of_adapters)) == 5 and of_adapters[-1] == products[0]["buffers"][0][0]
+        # For each target: four tiles of rows, and four parts of the columns.
+        assert params["num_units"] == 16 * len(targets)
+        assert params["num_blocks"] == params["num_units"]  # whole clusters
+        num_tiles = params["n0"] // (64 if params["is_gated"] else 128)
+        cluster = params["k"] // 1024
+        assert launch["grid"] == (params["num_blocks"] + num_tiles * cluster, 1, 1)
+    # Hidden values and counts are written; the last first matrix stands for the missing one.
+    *_, hidden, chosen, counts, a0, a1, a2, b0, b1, b2 = products[0]["buffers"]
+    assert hidden[1] == counts[1] == "read_write"
+    assert len({b[0] for b in (hidden, chosen, counts, a0, a1, b0, b1)}) == 7 and a2 == a1
+    assert b2[0] == products[0]["buffers"][0][0]
 
 
 @pytest.mark.parametrize(("tma", "rank"), [("none", 8), ("wgmma", 12)])

@@ -1,11 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Adds low-rank adapters (metal/lora.h) to the sums of a product before they are finished, so that
-// no other kernel reads and writes its results: sums += (x @ a[adapter].T) @ b[adapter]. lora_down
-// has computed x @ a.T. A row's change depends on that row alone.
+// no other kernel reads and writes its results: sums += (x @ a[adapter].T) @ b[adapter]. The first
+// blocks of the grid compute x @ a.T (adapter_blocks.h). A row's change depends on that row alone.
 
 #pragma once
 
+#include "finished_blocks.h"
 #include "linear_finish.h"
 #include "shared_memory.h"
 #include "tensor_core.h"
@@ -14,10 +15,20 @@ namespace mlx_paged::cuda {
 
 template <typename T>
 struct AdapterOperands {
-  const float* hidden;            // x @ a.T: [targets, rows, parts of k, rank]
+  float* hidden;                  // x @ a.T: [targets, rows, kAdapterParts, rank]
   const int* adapters;            // [rows]; no adapter if outside of [0, count)
+  unsigned int* finished;         // the count of FinishedBlocks
+  const T* a[kLinearMaxWeights];  // [count, rank, k] for each target
   const T* b[kLinearMaxWeights];  // [count, rank, n] for each weight
 };
+
+// The blocks that multiply by `a`, for those that wait for them.
+template <typename T>
+__device__ __forceinline__ FinishedBlocks
+finished_blocks(const LinearParams& params, const AdapterOperands<T>& operands) {
+  const int num_others = gridDim.x - params.adapters.num_blocks;
+  return {operands.finished, params.adapters.num_units, num_others};
+}
 
 // threadIdx.x, hidden from the compiler: it would keep what follows from it in registers during the
 // products, which have none to spare.
@@ -189,7 +200,6 @@ struct AddedAdapters {
   // way at once.
   __device__ __forceinline__ void stage_hidden(unsigned int memory, int first_rank) const {
     constexpr int kFours = kRanks / 4;  // of hidden values
-    constexpr int kPartsAtOnce = 4;
     constexpr int kItems = 2 * kRowsOfX * kFours;
     constexpr int kItemsOfThread = (kItems + 32 * WARPS - 1) / (32 * WARPS);
     float4 sums[kItemsOfThread];
@@ -202,29 +212,23 @@ struct AddedAdapters {
       const bool is_second = i >= kRowsOfX * kFours;
       const int target = is_second && !params.is_gated ? -1 : target_of(is_second ? 1 : which);
       const bool exists = target >= 0 && at < params.num_rows && rank < params.adapters.rank;
-      const size_t first_part = size_t(target * params.num_rows + at) * params.adapters.num_parts;
+      const size_t first_part = size_t(target * params.num_rows + at) * kAdapterParts;
       from[j] = exists ? operands.hidden + first_part * params.adapters.rank + rank : nullptr;
-      sums[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    const int num_parts = params.adapters.num_parts;
-    for (int first = 0; first < num_parts; first += kPartsAtOnce) {
-      float4 parts[kPartsAtOnce][kItemsOfThread];
+    float4 parts[kAdapterParts][kItemsOfThread];
 #pragma unroll
-      for (int p = 0; p < kPartsAtOnce; p++) {
+    for (int p = 0; p < kAdapterParts; p++) {
 #pragma unroll
-        for (int j = 0; j < kItemsOfThread; j++) {
-          const float* of_part = from[j] + (first + p) * params.adapters.rank;
-          parts[p][j] = from[j] && first + p < num_parts ? *reinterpret_cast<const float4*>(of_part)
-                                                         : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
+      for (int j = 0; j < kItemsOfThread; j++) {
+        const float* of_part = from[j] + p * params.adapters.rank;
+        parts[p][j] = from[j] ? *reinterpret_cast<const float4*>(of_part)
+                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
+    }
 #pragma unroll
-      for (int p = 0; p < kPartsAtOnce; p++) {
-#pragma unroll
-        for (int j = 0; j < kItemsOfThread; j++) {
-          sums[j] = sum_of(sums[j], parts[p][j]);
-        }
-      }
+    for (int j = 0; j < kItemsOfThread; j++) {
+      static_assert(kAdapterParts == 4);
+      sums[j] = sum_of(sum_of(parts[0][j], parts[1][j]), sum_of(parts[2][j], parts[3][j]));
     }
 #pragma unroll
     for (int j = 0; j < kItemsOfThread; j++) {

@@ -122,9 +122,18 @@ struct LinearPart {
 };
 
 // Operands of the adapters of a launch (linear_adapters.h).
-#define ADAPTER_PARAMETERS                                                       \
-  const float *hidden, const int *adapters, const T *__restrict__ b_of_weight_0, \
-      const T *__restrict__ b_of_weight_1, const T *__restrict__ b_of_weight_2
+#define ADAPTER_PARAMETERS                                                                         \
+  float *hidden, const int *adapters, unsigned int *finished, const T *__restrict__ a_of_target_0, \
+      const T *__restrict__ a_of_target_1, const T *__restrict__ a_of_target_2,                    \
+      const T *__restrict__ b_of_weight_0, const T *__restrict__ b_of_weight_1,                    \
+      const T *__restrict__ b_of_weight_2
+
+#define ADAPTER_OPERANDS                                                         \
+  {                                                                              \
+    hidden, adapters, finished, {a_of_target_0, a_of_target_1, a_of_target_2}, { \
+      b_of_weight_0, b_of_weight_1, b_of_weight_2                                \
+    }                                                                            \
+  }
 
 // Parameters of every kernel for unquantized linear layers.
 #define LINEAR_PARAMETERS                                                     \

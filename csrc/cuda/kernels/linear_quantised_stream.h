@@ -8,9 +8,11 @@
 
 #pragma once
 
+#include "adapter_blocks.h"
 #include "copy_ring.h"
 #include "linear_adapters.h"
 #include "linear_quantised.h"
+#include "ordered_rows.h"
 #include "warpgroup.h"
 
 namespace mlx_paged::cuda {
@@ -64,8 +66,8 @@ struct QuantisedStream {
       : stages(shared),
         ring{stages + kShape.barriers},
         num_ranks(cluster_size()),
-        rank(blockIdx.x % num_ranks),
-        tile_of_weight(blockIdx.x / num_ranks),
+        rank((blockIdx.x - params.adapters.num_blocks) % num_ranks),
+        tile_of_weight((blockIdx.x - params.adapters.num_blocks) / num_ranks),
         which(weight_of_block(params, kRows, tile_of_weight)) {
     divide(params);
   }
@@ -538,6 +540,35 @@ struct QuantisedStream {
     return store(shared, sums);
   }
 
+  // Multiplies x by adapters' first matrices, if this is one of the grid's first blocks, and
+  // returns true. Called by all threads.
+  __device__ __forceinline__ static bool multiply_adapters(
+      const T* x, const LinearParams& params, const AdapterOperands<T>& operands,
+      unsigned char* shared) {
+    if (int(blockIdx.x) >= params.adapters.num_blocks) {
+      return false;
+    }
+    AdapterBlock<T, kMultipliers>(params, operands)
+        .run(x, reinterpret_cast<float4*>(shared), [&](const T* row, int chunk) {
+          if constexpr (WGMMA) {
+            constexpr CodeOrder kOrder = code_order(BITS, GROUP);
+            if (params.x_is_ordered) {
+              return InOrder<kOrder.run, kOrder.apart>::read(as_written<Eight>(row), chunk);
+            }
+          }
+          return load_x(row + 8 * chunk);
+        });
+    return true;
+  }
+
+  // Waits for the grid's first blocks. Called by one thread, before store().
+  __device__ __forceinline__ static void wait_for_adapters(
+      const LinearParams& params, const AdapterOperands<T>& operands) {
+    if (params.adapters.count > 0) {
+      finished_blocks(params, operands).wait();
+    }
+  }
+
   __device__ __forceinline__ Adapters
   adapters_of(const LinearParams& params, const AdapterOperands<T>& operands) const {
     return {params, operands, which, tile_of_weight, rank, num_ranks};
@@ -635,8 +666,10 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
-  const AdapterOperands<T> adapter_operands = {
-      hidden, adapters, {b_of_weight_0, b_of_weight_1, b_of_weight_2}};
+  const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
+  if (Stream::multiply_adapters(x, params, adapter_operands, shared)) {
+    return;
+  }
   const Stream stream(params, paged::shared_address(shared));
   stream.begin();
   stream.fetch_adapters(params, adapter_operands);
@@ -648,6 +681,7 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
           paged::wait_for_kernel_before();
         },
         [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); });
+    Stream::wait_for_adapters(params, adapter_operands);
   }
   float* results = stream.multiply_and_store(shared);
   stream.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
@@ -663,8 +697,10 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
-  const AdapterOperands<T> adapter_operands = {
-      hidden, adapters, {b_of_weight_0, b_of_weight_1, b_of_weight_2}};
+  const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
+  if (Stream::multiply_adapters(x, params, adapter_operands, shared)) {
+    return;
+  }
   const Stream stream(params, paged::shared_address(shared));
   auto no_parts = [](bool, bool) { return nullptr; };
   auto copy_x = [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); };
@@ -687,10 +723,13 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
         stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
         copy_x(turn);
       });
+  if (threadIdx.x == 0) {
+    Stream::wait_for_adapters(params, adapter_operands);
+  }
   float* results = stream.store(shared, sums);
   // Recomputed here so that it holds no registers during the products.
-  const Stream finished(params, paged::shared_address(shared));
-  finished.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
+  const Stream same(params, paged::shared_address(shared));
+  same.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }
 

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "adapter_blocks.h"
 #include "copy_ring.h"
 #include "linear_adapters.h"
 #include "linear_finish.h"
@@ -198,11 +199,17 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   const CopyRing<kStages> ring{tiles + stream_barriers(TILES)};
 
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = LINEAR_PARTS;
-  const AdapterOperands<T> adapter_operands = {
-      hidden, adapters, {b_of_weight_0, b_of_weight_1, b_of_weight_2}};
+  const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
+  if (int(blockIdx.x) < params.adapters.num_blocks) {
+    return AdapterBlock<T, kMultipliers>(params, adapter_operands)
+        .run(x, reinterpret_cast<float4*>(shared), [](const T* row, int chunk) {
+          return load_x(row + 8 * chunk);
+        });
+  }
   const int num_ranks = cluster_size();
-  const int rank = blockIdx.x % num_ranks;
-  int tile_of_weight = blockIdx.x / num_ranks;
+  const int block = blockIdx.x - params.adapters.num_blocks;
+  const int rank = block % num_ranks;
+  int tile_of_weight = block / num_ranks;
   const int which = weight_of_block(params, kStreamRows, tile_of_weight);
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -250,6 +257,9 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
           paged::wait_for_kernel_before();
         },
         copy_x);
+    if (params.adapters.count > 0) {
+      finished_blocks(params, adapter_operands).wait();
+    }
   }
 
   using Adapters = AddedAdapters<T, kStreamRows, TILES, kStreamThreads / 32>;

@@ -94,6 +94,13 @@ __device__ __forceinline__ Eight load_x(const void* p) {
   return v;
 }
 
+// The same address, but reads through it bypass the read-only cache.
+template <typename V>
+__device__ __forceinline__ const V* as_written(const void* p) {
+  asm volatile("" : "+l"(p));
+  return static_cast<const V*>(p);
+}
+
 // (v & mask) | set in one instruction; for constants the compiler would emit two.
 __device__ __forceinline__ unsigned int masked_or(
     unsigned int v, unsigned int mask, unsigned int set) {

@@ -220,8 +220,10 @@ struct Position {
 };
 inline thread_local Position threadIdx_;
 inline thread_local Position blockIdx_;
+inline Position gridDim_;
 #define threadIdx threadIdx_
 #define blockIdx blockIdx_
+#define gridDim gridDim_
 
 inline void __syncwarp() {
   fibers::together_in_warp(0, [](int*) {});
@@ -244,6 +246,24 @@ inline unsigned int __reduce_or_sync(unsigned int, unsigned int v) {
     }
     for (int lane = 0; lane < 32; lane++) {
       *lanes[lane].to = all;
+    }
+  });
+  return to;
+}
+
+inline int __reduce_min_sync(unsigned int, int v) {
+  struct Operand {
+    int from;
+    int* to;
+  };
+  int to;
+  fibers::together_in_warp(Operand{v, &to}, [](Operand* lanes) {
+    int least = lanes[0].from;
+    for (int lane = 0; lane < 32; lane++) {
+      least = min(least, lanes[lane].from);
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      *lanes[lane].to = least;
     }
   });
   return to;
@@ -346,6 +366,7 @@ inline void run_block(
 
 inline void run_grid(
     int x, int y, int threads, int scratch, int cluster_blocks, std::function<void()> body) {
+  gridDim = {x, y, 1};
   for (int j = 0; j < y; j++) {
     for (int i = 0; i < x; i += cluster_blocks) {
       Cluster cluster(cluster_blocks);

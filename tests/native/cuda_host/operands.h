@@ -4,8 +4,10 @@
 
 #pragma once
 
+#include <map>
 #include <random>
 #include <string>
+#include <tuple>
 
 #include "code_order.h"
 #include "fibers.h"
@@ -118,33 +120,42 @@ double worst_error(
   return worst;
 }
 
-// Low-rank adapters of a product's weights, after lora_down. Every fourth row has no adapter: its
-// index is -1 or out of range. Only the weights in `changed` are adapted.
+// Low-rank adapters of a product's weights. Every fourth row has no adapter: its index is -1 or out
+// of range. Only the weights in `changed` are adapted.
 template <typename T>
 struct TestAdapters {
   static constexpr int kCount = 3;
-  static constexpr int kParts = 2;
   int rank;
+  int k;
   std::vector<int> ns;
   std::vector<bool> changed;
-  std::vector<float> hidden;  // [targets, 64, parts, rank]
+  std::vector<float> hidden;
   std::vector<int> adapters;
-  std::vector<std::unique_ptr<Aligned<T>>> b;
+  unsigned int finished = 0;
+  std::vector<std::unique_ptr<Aligned<T>>> a;  // [kCount, rank, k] for each weight
+  std::vector<std::unique_ptr<Aligned<T>>> b;  // [kCount, rank, n]
+  struct Projection {
+    double sum;
+    double terms;  // the sum of the terms' magnitudes
+  };
+  mutable std::map<std::tuple<int, size_t, int>, Projection> projections;  // of row, weight, rank
 
-  TestAdapters(std::mt19937& rng, int rank, std::vector<int> ns, std::vector<bool> changed)
-      : rank(rank), ns(ns), changed(changed) {
+  TestAdapters(std::mt19937& rng, int rank, int k, std::vector<int> ns, std::vector<bool> changed)
+      : rank(rank), k(k), ns(ns), changed(changed) {
     std::normal_distribution<double> normal;
-    for (size_t i = 0; i < ns.size() * 64 * kParts * rank; i++) {
-      hidden.push_back(float(normal(rng)));
-    }
     for (int i = 0; i < 64; i++) {
       adapters.push_back(i % 4 == 3 ? i % 8 == 3 ? -1 : kCount : (i / 3) % 4 % kCount);
     }
-    for (int n : ns) {
-      b.push_back(std::make_unique<Aligned<T>>(size_t(kCount) * rank * n));
-      for (size_t i = 0; i < b.back()->size; i++) {
-        (*b.back())[i] = rounded_to<T>(normal(rng));
+    auto random = [&](int n, double scale) {
+      auto made = std::make_unique<Aligned<T>>(size_t(kCount) * rank * n);
+      for (size_t i = 0; i < made->size; i++) {
+        (*made)[i] = rounded_to<T>(normal(rng) * scale);
       }
+      return made;
+    };
+    for (int n : ns) {
+      a.push_back(random(k, 1 / std::sqrt(double(k))));
+      b.push_back(random(n, 1));
     }
   }
 
@@ -152,40 +163,51 @@ struct TestAdapters {
     return changed[which] ? int(std::count(changed.begin(), changed.begin() + which, true)) : -1;
   }
 
-  mlx_paged::cuda::LinearAdapters params() const {
-    mlx_paged::cuda::LinearAdapters params{kCount, rank, kParts, {-1, -1, -1}};
+  // The first matrix of a target; the last target's if there are fewer.
+  const T* first_matrix(int wanted) const {
+    const T* found = nullptr;
+    for (size_t i = 0; i < ns.size(); i++) {
+      found = changed[i] && target(i) <= wanted ? a[i]->data : found;
+    }
+    return found;
+  }
+
+  // Params of a launch, whose results it will not have written yet.
+  mlx_paged::cuda::LinearAdapters params(int rows, int cluster) {
+    using namespace mlx_paged::cuda;
+    LinearAdapters params{kCount, rank, 0, 0, {-1, -1, -1}};
+    int targets = int(std::count(changed.begin(), changed.end(), true));
     for (size_t i = 0; i < ns.size(); i++) {
       params.target[i] = target(i);
     }
+    int row_tiles = (rows + kAdapterRows - 1) / kAdapterRows;
+    int rank_tiles = (rank + kAdapterRanks - 1) / kAdapterRanks;
+    params.num_units = kAdapterParts * row_tiles * rank_tiles * targets;
+    params.num_blocks = (params.num_units + cluster - 1) / cluster * cluster;
+    hidden.assign(size_t(targets) * rows * kAdapterParts * rank, NAN);
     return params;
-  }
-
-  // Hidden values of the first `rows` rows, in the layout of a launch with that many rows.
-  std::vector<float> hidden_of(int rows) const {
-    std::vector<float> some;
-    for (size_t t = 0; t < ns.size(); t++) {
-      auto begin = hidden.begin() + t * 64 * kParts * rank;
-      some.insert(some.end(), begin, begin + rows * kParts * rank);
-    }
-    return some;
   }
 
   bool changes(int at, size_t which) const {
     return changed[which] && adapters[at] >= 0 && adapters[at] < kCount;
   }
 
-  // The change of a result, and the sum of its terms' magnitudes.
-  std::pair<double, double> change(int at, size_t which, int row) const {
+  // The change of a result, and the sum of its terms' magnitudes. x: row `at`.
+  std::pair<double, double> change(const T* x, int at, size_t which, int row) const {
     double sum = 0;
     double terms = 0;
     for (int r = 0; changes(at, which) && r < rank; r++) {
-      double value = 0;
-      for (int part = 0; part < kParts; part++) {
-        value += hidden[((size_t(target(which)) * 64 + at) * kParts + part) * rank + r];
+      size_t rank_of_adapter = size_t(adapters[at]) * rank + r;
+      auto [found, is_new] = projections.try_emplace({at, which, r});
+      auto& projection = found->second;
+      for (int i = 0; is_new && i < k; i++) {
+        double term = double(float(x[i])) * float((*a[which])[rank_of_adapter * k + i]);
+        projection.sum += term;
+        projection.terms += std::fabs(term);
       }
-      double term = value * float((*b[which])[(size_t(adapters[at]) * rank + r) * ns[which] + row]);
-      sum += term;
-      terms += std::fabs(term);
+      double factor = float((*b[which])[rank_of_adapter * ns[which] + row]);
+      sum += projection.sum * factor;
+      terms += projection.terms * std::fabs(factor);
     }
     return {sum, terms};
   }

@@ -168,11 +168,10 @@ struct Product {
     p.is_gated = kind == Kind::gated;
     p.has_residual = kind != Kind::heads && c.extras;
     p.head_dim = kind == Kind::heads ? kHead : 0;
-    std::vector<float> hidden;
     if (adapters) {
-      p.adapters = adapters->params();
-      hidden = adapters->hidden_of(c.rows);
+      p.adapters = adapters->params(c.rows, c.cluster);
     }
+    auto a = [&](int target) { return adapters ? adapters->first_matrix(target) : nullptr; };
     auto b = [&](size_t i) {
       return adapters ? adapters->b[std::min(i, weights.size() - 1)]->data : nullptr;
     };
@@ -199,7 +198,9 @@ struct Product {
           weights[of(1)]->scales.data, weights[of(1)]->biases.data, weights[of(1)]->bias.data,
           outs[of(1)].data(), codes(2), weights[of(2)]->scales.data, weights[of(2)]->biases.data,
           weights[of(2)]->bias.data, outs[of(2)].data(), rotations.data(), slots.data(),
-          hidden.data(), adapters ? adapters->adapters.data() : nullptr, b(0), b(1), b(2), p);
+          adapters ? adapters->hidden.data() : nullptr,
+          adapters ? adapters->adapters.data() : nullptr,
+          adapters ? &adapters->finished : nullptr, a(0), a(1), a(2), b(0), b(1), b(2), p);
     };
     if (c.cluster) {
       auto kernel = c.tiles == 1   ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 1>
@@ -213,7 +214,7 @@ struct Product {
       QuantisedMaps maps = maps_of(c);
       int threads = c.wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
       int scratch = quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
-      fibers::run_grid(blocks * c.cluster, 1, threads, scratch, c.cluster, [&] {
+      fibers::run_grid(p.adapters.num_blocks + blocks * c.cluster, 1, threads, scratch, c.cluster, [&] {
         with_arguments([&](auto... arguments) { kernel(arguments..., maps); });
       });
     } else {
@@ -279,7 +280,7 @@ struct Product {
     auto value = [&](int at, size_t which, int row) {
       auto [sum, terms] = dot(c, which, at, row);
       if (adapters) {
-        auto [change, more] = adapters->change(at, which, row);
+        auto [change, more] = adapters->change(x.data + size_t(at) * stride, at, which, row);
         sum += change;
         terms += 8 * more;
       }
@@ -398,12 +399,12 @@ void test(const char* dtype, bool all) {
       p.run({Kind::gated, 17, 4, 2, extras, true}, name + ", gated, together");
       h.run({Kind::heads, 61, 8, 2, extras, true, true}, name + ", heads, in order");
       Product<T, FORMAT, BITS, GROUP> a(rng, Kind::gated, {72, 72}, 512);
-      a.adapters.emplace(rng, 24, std::vector{72, 72}, std::vector{true, true});
+      a.adapters.emplace(rng, 24, 512, std::vector{72, 72}, std::vector{true, true});
       same(
           a.run({Kind::gated, 7, 1, 2, extras}, name + ", gated, adapters"),
           a.run({Kind::gated, 17, 4, 2, extras, true}, name + ", gated, adapters, together"),
           7 * 72, name + ", gated, adapters");
-      h.adapters.emplace(rng, 16, std::vector{192, 64, 64}, std::vector{true, false, true});
+      h.adapters.emplace(rng, 16, 512, std::vector{192, 64, 64}, std::vector{true, false, true});
       h.run({Kind::heads, 61, 8, 2, extras, true, true}, name + ", heads, adapters");
     }
   }

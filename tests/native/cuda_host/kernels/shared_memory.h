@@ -59,6 +59,11 @@ inline Eight load_x(const void* p) {
   return *static_cast<const Eight*>(p);
 }
 
+template <typename V>
+const V* as_written(const void* p) {
+  return static_cast<const V*>(p);
+}
+
 inline unsigned int masked_or(unsigned int v, unsigned int mask, unsigned int set) {
   return (v & mask) | set;
 }
