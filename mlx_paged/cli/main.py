@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mlx_paged import __version__, unpatch
-from mlx_paged.cli import entry, transformers_scan
+from mlx_paged.cli import entry, transformers_import
 from mlx_paged.cli.bench import bench
 from mlx_paged.cli.cache import cache
 from mlx_paged.cli.chat.verb import chat
@@ -58,7 +58,7 @@ app.add_typer(cache, name="cache")
 
 def main() -> None:
     """Runs the command line; see `entry` for how it ends."""
-    transformers_scan.arrange()
+    transformers_import.arrange()
     unpatch()  # the engine needs no paged mlx-lm, and comparisons are with unpatched mlx-lm
     entry.run(app)
 

@@ -1,4 +1,4 @@
-"""How the program starts: what transformers does only once."""
+"""How the program starts: what transformers does only once, or not at all."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_transformers_reads_its_folders_once() -> None:
     script = """
 import os, sys
 from collections import Counter
-from mlx_paged.cli import transformers_scan
+from mlx_paged.cli import transformers_import
 
 scanned = Counter()
 def count(event, arguments):
     if event == "os.scandir" and "transformers" in str(arguments[0]):
         scanned[os.path.realpath(arguments[0])] += 1
 sys.addaudithook(count)
-transformers_scan.arrange()
+transformers_import.arrange()
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import import_utils
 assert import_utils.__spec__.loader.__class__.__name__ == "SourceFileLoader"
@@ -41,14 +41,30 @@ print(len(models), sum(models))
     assert num_folders > 100 and num_scans < 1.1 * num_folders
 
 
+def test_transformers_does_not_import_torch() -> None:
+    script = """
+import importlib.util, sys
+from mlx_paged.cli import transformers_import
+
+transformers_import.arrange()
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import is_torch_available, is_torchvision_available
+print(is_torch_available(), is_torchvision_available(), "torch" in sys.modules)
+print(importlib.util.find_spec("torch") is not None)
+"""
+    given, is_installed = run(script).split("\n")[:2]
+    assert given == "False False False"
+    assert is_installed == "True", "this shows something only where torch is installed"
+
+
 def test_a_transformers_without_the_function_is_left_alone() -> None:
     from types import ModuleType
 
-    from mlx_paged.cli import transformers_scan
+    from mlx_paged.cli import transformers_import
 
     module = ModuleType("changed")
-    transformers_scan._import_once(module, lambda: None)
-    assert not hasattr(module, transformers_scan.FUNCTION)
-    setattr(module, transformers_scan.FUNCTION, len)  # not cached: nothing to lift
-    transformers_scan._import_once(module, lambda: None)
-    assert getattr(module, transformers_scan.FUNCTION) is len
+    transformers_import._import_lightly(module, lambda: None)
+    assert not hasattr(module, transformers_import.SCAN)
+    setattr(module, transformers_import.SCAN, len)  # not cached: nothing to lift
+    transformers_import._import_lightly(module, lambda: None)
+    assert getattr(module, transformers_import.SCAN) is len

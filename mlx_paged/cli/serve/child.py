@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlx_paged import unpatch
-from mlx_paged.cli import transformers_scan
+from mlx_paged.cli import transformers_import
 from mlx_paged.cli.serve.one_model import OneModel
 from mlx_paged.errors import MlxPagedError
 
 
 def main() -> None:
     """Serves the model that the router describes until a signal arrives or the router exits."""
-    transformers_scan.arrange()
+    transformers_import.arrange()
     unpatch()
     # The router reads this pipe, so prints must go elsewhere.
     pipe = os.fdopen(os.dup(1), "w")

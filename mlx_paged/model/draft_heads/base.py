@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.layout import Mode
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.wrap import convert_to_paged
+
+Config = TypeVar("Config")
 
 
 def input_embeddings(model: nn.Module) -> tuple[nn.Module, int]:
@@ -29,6 +35,28 @@ def input_embeddings(model: nn.Module) -> tuple[nn.Module, int]:
         raise ValueError(f"the model has {len(modules)} input embeddings, and one is expected")
     [module] = modules
     return module, int(module(mx.zeros((1,), dtype=mx.int32)).shape[-1])
+
+
+def read_config(path: Path, kind: str, of: Callable[[Mapping[str, Any]], Config]) -> Config:
+    """Reads a head's ``config.json``.
+
+    Args:
+        path: A directory.
+        kind: What such a head is called, for the error.
+        of: Makes the head's options. It may raise what an unsuitable object raises.
+
+    Raises:
+        ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+        return of(config)
+    except (AttributeError, OSError, KeyError, TypeError, ValueError) as error:
+        why = str(error) if isinstance(error, ValueError) else repr(error)
+        reason = f"its config.json does not describe {kind}: {why}"
+        raise ModelLoadError(str(path), reason) from error
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:

@@ -12,7 +12,6 @@ Their formats are those of z-lab's and DeepSeek's files, as mlx-vlm and vLLM rea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.errors import ModelLoadError
-from mlx_paged.model.draft_heads.base import read_weights
+from mlx_paged.model.draft_heads.base import read_config, read_weights
 from mlx_paged.model.draft_heads.chains import (
     CandidateSelector,
     Chain,
@@ -74,17 +73,8 @@ class DFlashConfig:
 
     @classmethod
     def read(cls, path: Path) -> DFlashConfig:
-        """Reads a head's ``config.json``.
-
-        Raises:
-            ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
-        """
-        try:
-            config = json.loads((path / "config.json").read_text())
-            return cls.of(config)
-        except (AttributeError, OSError, KeyError, TypeError, ValueError) as error:
-            reason = f"its config.json does not describe a DFlash or DSpark head: {error!r}"
-            raise ModelLoadError(str(path), reason) from error
+        """Reads a head's directory; see `read_config`."""
+        return read_config(path, "a DFlash or DSpark head", cls.of)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DFlashConfig:

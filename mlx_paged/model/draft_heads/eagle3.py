@@ -12,7 +12,6 @@ and go on with their own states after the last norm instead of before it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged.errors import ModelLoadError
-from mlx_paged.model.draft_heads.base import read_weights
+from mlx_paged.model.draft_heads.base import read_config, read_weights
 from mlx_paged.model.taps import FINAL
 
 # Options of NVIDIA's heads that other values than these would change.
@@ -67,19 +66,8 @@ class Eagle3Config:
 
     @classmethod
     def read(cls, path: Path) -> Eagle3Config:
-        """Reads a head's ``config.json``.
-
-        Raises:
-            ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
-        """
-        try:
-            config = json.loads((path / "config.json").read_text())
-            if not isinstance(config, dict):
-                raise ValueError("it is no JSON object")
-            return cls.of(config)
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            reason = f"its config.json does not describe an EAGLE-3 head: {error}"
-            raise ModelLoadError(str(path), reason) from error
+        """Reads a head's directory; see `read_config`."""
+        return read_config(path, "an EAGLE-3 head", cls.of)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Eagle3Config:

@@ -23,7 +23,7 @@ from mlx_lm.models import gemma4_text
 
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.caches import KVHandle, KVPools
-from mlx_paged.model.draft_heads.base import read_weights
+from mlx_paged.model.draft_heads.base import read_config, read_weights
 from mlx_paged.model.loader import convert
 from mlx_paged.model.mlx_lm_config import mlx_lm_config
 from mlx_paged.model.rope_frequencies import conform_rope
@@ -49,16 +49,8 @@ class AssistantConfig:
 
     @classmethod
     def read(cls, path: Path) -> AssistantConfig:
-        """Reads an assistant's ``config.json``.
-
-        Raises:
-            ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
-        """
-        try:
-            return cls.of(json.loads((path / "config.json").read_text()))
-        except (AttributeError, OSError, KeyError, TypeError, ValueError) as error:
-            reason = f"its config.json does not describe a Gemma 4 assistant: {error!r}"
-            raise ModelLoadError(str(path), reason) from error
+        """Reads a head's directory; see `read_config`."""
+        return read_config(path, "a Gemma 4 assistant", cls.of)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AssistantConfig:
