@@ -48,7 +48,7 @@ def step_of(paged: Any, contexts: tuple[int, ...]) -> tuple[mx.array, Any]:
         logit_rows=np.arange(len(contexts)),
         state_slots=None,
     )
-    step = paged._step(inputs, paged.repetition_of(inputs))
+    step = paged._planner.plan(inputs, paged.repetition_of(inputs))
     [tokens] = ops.upload(np.arange(5, 5 + len(contexts), dtype=np.int32))
     mx.eval(tokens, graph_runner._arrays_of(step))
     return tokens, step

@@ -573,10 +573,10 @@ class Scheduler:
     def _in_turn(self) -> list[Sequence]:
         """The running sequences that this step may schedule. Limits background ones if there are
         others."""
-        items = self.running.items
-        if not self._background.is_limited:
+        items, background = self.running.items, self._background
+        if not background.num_requests or not background.is_limited:
             return items.copy()  # preemption changes the queue
-        return items[: self._background.num_others_running + self._background.places]
+        return items[: background.num_others_running + background.places]
 
     def _secure(self, seq: Sequence) -> bool:
         """Finds room for one more token; may preempt the last sequences in service order."""

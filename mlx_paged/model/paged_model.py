@@ -8,16 +8,14 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model import dense_prefill, pages, patches
+from mlx_paged.model import pages, patches
 from mlx_paged.model.caches import (
     ElsewhereCache,
     KVPools,
-    LastLayerPruning,
     LatentLayerCache,
     PagedLayerCache,
     Step,
@@ -34,9 +32,7 @@ from mlx_paged.model.graph_runner import (
     Repetition,
     StepOutput,
 )
-from mlx_paged.model.layerwise import layerwise_submit
 from mlx_paged.model.layout import (
-    FULL,
     CacheLayout,
     KVCacheGroupSpec,
     LayerSpec,
@@ -45,28 +41,17 @@ from mlx_paged.model.layout import (
     assemble,
 )
 from mlx_paged.model.lora import AdapterLayers, AdapterTargets, LowRank
-from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
+from mlx_paged.model.media import MediaFeatures, MediaInputs
 from mlx_paged.model.pipeline import Stage
 from mlx_paged.model.plan import (
-    PaddedTables,
     StepInputs,
-    Tables,
-    build_chunk_plan,
-    build_plan,
-    build_state_plan,
-    int32,
 )
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.model.sharding import Division
+from mlx_paged.model.step_planner import StepPlanner
 from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.model.taps import Taps
-from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
-
-_MAX_FIRST_ROWS = 1024  # cached arrays of logit rows: as many as steps may have rows
-# Rows that are not sampled from. Steps of up to 64 rows are executables, and with fewer unsampled
-# rows the last layer takes hardly less time.
-_MIN_UNSELECTED = 64
 
 
 class PagedModel:
@@ -107,7 +92,6 @@ class PagedModel:
         self._has_experts = any(
             isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) for module in model.modules()
         )
-        self._sees_within_windows = isinstance(model, TakesMedia) and model.sees_within_windows
         self.block_size = block_size
         self._context = context
         self._output_rows = output_rows
@@ -121,12 +105,9 @@ class PagedModel:
         self._stage: Stage | None = None
         self._activations = "float32"
         self.parts_ahead = 1
-        self._least_dense = dense_prefill.MIN_ROWS
-        self._known_shared_rows: dict[KVCacheGroupSpec, int] = {}
-        # The first n rows of a step, by n: as numbers, and [n] int32 on the device.
-        self._first_rows: dict[int, tuple[bytes, mx.array]] = {}
         self.adapter_layers: AdapterLayers | None = None
         self._compiled = self._make_compiled()
+        self._planner = self._make_planner()
 
     def _make_compiled(self) -> GraphRunner:
         name = getattr(self.model, "model_type", "this model")
@@ -136,6 +117,17 @@ class PagedModel:
             enabled=self.repeats_steps,
             chooses=self._chooses,
             model_name=str(name),
+        )
+
+    def _make_planner(self) -> StepPlanner:
+        model = self.model
+        return StepPlanner(
+            self.layout,
+            self._attention,
+            pools=self.pools,
+            block_size=self.block_size,
+            sees_within_windows=isinstance(model, TakesMedia) and model.sees_within_windows,
+            platform=self.platform,
         )
 
     @property
@@ -186,7 +178,6 @@ class PagedModel:
         self.release()
         # Compiled graphs must not keep the old pools alive.
         self._compiled = self._make_compiled()
-        self._known_shared_rows.clear()
         leaves: list[object] = []
         for i, spec in enumerate(self.layout.specs):
             if not self.layout.keeps(i):
@@ -214,14 +205,12 @@ class PagedModel:
                 leaves.append(self._states[-1])
         self.caches = assemble(self.layout.tree, leaves)
         self._allocated = self.pools()
-        self._least_dense = dense_prefill.least_rows(
-            [cache.spec for cache in self._attention if cache.spec.group_spec == FULL],
-            self.block_size,
-        )
+        self._planner = self._make_planner()
 
     def release(self) -> None:
         """Drops the pools."""
         self.caches, self._attention, self._states, self._allocated = [], [], [], []
+        self._planner = self._make_planner()
 
     def _cache_type(self, spec: LayerSpec) -> type[PagedLayerCache | GatheredLayerCache]:
         if self._is_gathered:
@@ -473,7 +462,12 @@ class PagedModel:
             return self._run_in_groups(tokens, inputs)
         if repetition.num_sequences > len(inputs.query_lens):
             inputs = inputs.padded(repetition.num_sequences)
-        step = self._step(inputs, repetition)
+        step = self._planner.plan(
+            inputs,
+            repetition,
+            parts_ahead=self.parts_ahead,
+            prunes_last_layer=self.prunes_last_layer,
+        )
         before = self.pools()
         output = self._compiled.run(tokens, step, before, repetition.repeat)
         if output.pools is not before:  # A GPU's executable leaves the handles unchanged.
@@ -481,26 +475,8 @@ class PagedModel:
         return output
 
     def reading_step(self, inputs: StepInputs) -> Step:
-        """Returns a step for `reading`: rows of tokens whose own keys are not in the pools.
-
-        A row is at the position before its token's. A window counts the token, so it has one key
-        less.
-        """
-        num_sequences, num_rows = len(inputs.query_lens), int(inputs.query_lens.sum())
-        step = self._step(inputs, Repetition(Repeat.NOT, num_rows, num_sequences, False))
-        plans = {
-            spec: self._plan(
-                inputs,
-                inputs.tables_of(spec),
-                replace(spec, window=spec.window - 1),
-                (),
-                None,
-                False,
-            )
-            for spec in self.layout.group_specs
-            if spec.window is not None
-        }
-        return replace(step, plans={**step.plans, **plans})
+        """Returns a step for `reading`, see `StepPlanner.plan_reading`."""
+        return self._planner.plan_reading(inputs)
 
     @contextmanager
     def reading(self, step: Step) -> Iterator[None]:
@@ -584,197 +560,6 @@ class PagedModel:
             may_pad_decodes=may_pad
             and inputs.may_pad
             and (inputs.splits_drafts or self.pads_decodes),
-        )
-
-    def _step(self, inputs: StepInputs, repetition: Repetition) -> Step:
-        states = None
-        if self.layout.has_states:
-            states = build_state_plan(inputs.query_lens, inputs.own_slots)
-        repeat, group_specs = repetition.repeat, self.layout.group_specs
-        # Positions count in the whole sequence, whichever part of it a layer sees.
-        by_group = inputs.tables
-        if not isinstance(by_group, Mapping):
-            by_group = dict.fromkeys(group_specs, by_group)
-        some = by_group[group_specs[0]] if group_specs else self._no_blocks(inputs)
-        tables = by_group.get(FULL, some)
-        alone = len(group_specs) == 1 and group_specs[0].chunk is None
-        longest = int(inputs.query_lens.max(initial=0))
-        num_rows: int | None = repetition.num_rows
-        if repeat is not Repeat.WITH_PROMPTS and num_rows == inputs.query_lens.sum():
-            num_rows = None
-        stays = self.platform.pinned_uploads and repetition.reads_once
-        has_bounds = inputs.media is not None and inputs.media.bounds is not None
-        plans = {
-            group_spec: self._plan(inputs, own, group_spec, (group_spec,), num_rows, stays)
-            for group_spec, own in by_group.items()
-            if group_spec.chunk is not None
-            or own is not tables
-            or (has_bounds and self._bounds(inputs, group_spec) is not self._bounds(inputs, FULL))
-        }
-        others = [group_spec for group_spec in group_specs if group_spec not in plans]
-        plan = self._plan(
-            inputs, tables, group_specs[0] if alone else FULL, others, num_rows, stays
-        )
-        prefill = None
-        if repeat is Repeat.NOT and FULL in group_specs and longest >= dense_prefill.MIN_ROWS:
-            prefill = dense_prefill.plan_dense_prefill(
-                tables,
-                inputs.context_lens,
-                inputs.query_lens,
-                block_size=self.block_size,
-                bounds=self._bounds(inputs, FULL),
-                least_rows=self._least_dense,
-                platform=self.platform,
-            )
-        layerwise = None
-        if self.platform.has_cuda and longest > 1:
-            layerwise = layerwise_submit(int(inputs.query_lens.sum()), self.parts_ahead)
-        media = None if inputs.media is None else MediaRows.of(inputs.media)
-        logit_rows = self._logit_rows(inputs.logit_rows, stays)
-        selected = self._selected(inputs, logit_rows)
-        adapters = None
-        if inputs.adapters is not None:
-            padded = np.full(repetition.num_rows, -1)  # padding has no adapter
-            padded[: len(inputs.adapters)] = inputs.adapters - 1
-            adapters = int32(padded)
-        return Step(
-            plan,
-            logit_rows,
-            plans,
-            states,
-            prefill,
-            layerwise,
-            media,
-            selected,
-            inputs.num_ordered_rows,
-            inputs.features,
-            adapters,
-        )
-
-    def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
-        """For steps of prompts, whose sequences are sampled at their ends."""
-        lens, wanted = inputs.query_lens, inputs.logit_rows
-        if not self.prunes_last_layer or not self._attention:
-            return None
-        if not 0 < len(wanted) <= lens.sum() - _MIN_UNSELECTED:
-            return None
-        ends = np.cumsum(lens)
-        sequences = np.searchsorted(ends, wanted, side="right")
-        group_spec = self._attention[-1].spec.group_spec
-        if (
-            group_spec.chunk is not None
-            or self._bounds(inputs, group_spec) is not None
-            or not np.array_equal(ends[sequences] - 1, wanted)
-        ):
-            return None
-        tables = inputs.tables_of(group_spec)
-        if not isinstance(tables, PaddedTables):
-            tables = PaddedTables.of(tables)
-        plan = build_plan(
-            PaddedTables(tables.blocks[sequences], tables.lengths[sequences]),
-            inputs.context_lens[sequences],
-            np.ones(len(sequences), dtype=np.int64),
-            block_size=self.block_size,
-            window=group_spec.window,
-            platform=self.platform,
-        )
-        return LastLayerPruning(logit_rows, plan, len(self._attention) - 1, self.pools)
-
-    def _logit_rows(self, wanted: np.ndarray, stays: bool) -> mx.array:
-        """Uploads row indices; caches leading rows, as in all decodes."""
-        count, numbers = len(wanted), wanted.tobytes()
-        kept = self._first_rows.get(count)
-        if kept is not None and kept[0] == numbers:
-            return kept[1]
-        is_first = count == 0 or wanted[0] == 0  # A fast check; a prompt's row is none of these.
-        if kept is not None or not (is_first and np.array_equal(wanted, np.arange(count))):
-            return int32(wanted, stays=stays)
-        rows = int32(wanted)
-        mx.eval(rows)  # It must not belong to a step, which may fail.
-        if len(self._first_rows) >= _MAX_FIRST_ROWS:
-            self._first_rows.clear()
-        self._first_rows[count] = numbers, rows
-        return rows
-
-    def _plan(
-        self,
-        inputs: StepInputs,
-        tables: Tables,
-        group_spec: KVCacheGroupSpec,
-        used_by: Sequence[KVCacheGroupSpec],
-        num_rows: int | None,
-        stays: bool,
-    ) -> AttentionPlan:
-        rows = (inputs.context_lens, inputs.query_lens)
-        bounds = self._bounds(inputs, group_spec)
-        if group_spec.chunk is not None:
-            if bounds is not None:
-                raise ValueError("[step media] bounds must be None for layers with chunks")
-            return build_chunk_plan(
-                tables,
-                *rows,
-                chunk=group_spec.chunk,
-                block_size=self.block_size,
-                platform=self.platform,
-            )
-        return build_plan(
-            tables,
-            *rows,
-            block_size=self.block_size,
-            window=group_spec.window,
-            bounds=bounds,
-            stays_on_host=stays,
-            num_rows=num_rows,
-            shared_rows=self._shared_rows(group_spec, used_by) if inputs.splits_drafts else 1,
-            platform=self.platform,
-        )
-
-    def _shared_rows(
-        self, group_spec: KVCacheGroupSpec, used_by: Sequence[KVCacheGroupSpec]
-    ) -> int:
-        """Returns how many drafts of a sequence may share a pass over its context; see
-        `build_plan`.
-
-        Args:
-            group_spec: The window that the plan is made for.
-            used_by: The groups whose layers use it. Kernels begin at the window of their layer, and
-                the plan knows one window.
-        """
-        if any(each != group_spec for each in used_by):
-            return 1
-        known = self._known_shared_rows.get(group_spec)
-        if known is None:
-            counts = [
-                cache.shared_rows
-                for cache in self._attention
-                if isinstance(cache, PagedLayerCache) and cache.spec.group_spec == group_spec
-            ]
-            found = [count for count in counts if count is not None]
-            if not found or len(found) < len(counts):
-                return 1  # No step has been built yet.
-            known = self._known_shared_rows[group_spec] = min(found)
-        return known
-
-    def _bounds(self, inputs: StepInputs, group_spec: KVCacheGroupSpec) -> np.ndarray | None:
-        """Returns the first and last position that each row sees as a whole; see `build_plan`."""
-        if inputs.bounds is not None:
-            return inputs.bounds
-        if inputs.media is None or inputs.media.bounds is None:
-            return None
-        bounds = inputs.media.bounds
-        if not self._sees_within_windows:
-            return bounds
-        if group_spec.window is None:
-            return None
-        lens = inputs.query_lens
-        own = np.arange(lens.sum()) + np.repeat(inputs.context_lens - np.cumsum(lens), lens)
-        return np.stack([own, bounds[1]])
-
-    def _no_blocks(self, inputs: StepInputs) -> Tables:
-        """Returns tables for models without attention, whose plan only holds positions."""
-        lengths = -(-inputs.context_lens // self.block_size)
-        return PaddedTables(
-            np.zeros((len(lengths), max(1, int(lengths.max(initial=1)))), dtype=np.int32), lengths
         )
 
     def _run_in_groups(self, tokens: mx.array, inputs: StepInputs) -> StepOutput:

@@ -25,7 +25,7 @@ from support.platforms import CUDA, run_as_on
 from support.reference import ON_GPU
 
 from mlx_paged import ops
-from mlx_paged.model import dense_prefill, paged_model
+from mlx_paged.model import dense_prefill, step_planner
 from mlx_paged.model.caches import LatentLayerCache, Scores, Step, StepContext
 from mlx_paged.model.graph_runner import Repeat, Repetition
 from mlx_paged.model.layout import LayerSpec
@@ -94,7 +94,7 @@ class BoundedDriver:
         self.bounds: np.ndarray | None = None
         self.bounded_plans = 0
         self._decide = paged.repetition_of
-        monkeypatch.setattr(paged_model, "build_plan", self._build_plan)
+        monkeypatch.setattr(step_planner, "build_plan", self._build_plan)
         monkeypatch.setattr(paged, "repetition_of", self._repetition_of)
 
     def _repetition_of(self, inputs: StepInputs, num_rows: int | None = None) -> Repetition:
@@ -198,7 +198,7 @@ def test_text_beside_a_picture_is_left_to_mlx_attention(model, of_second) -> Non
         bounds[:, 600 + np.arange(of_second[0], of_second[1] + 1)] = np.array([of_second]).T
     media = StepMedia(np.zeros(0, np.int32), None, None, bounds)
     inputs = StepInputs(rows, rows, tables, np.cumsum(rows) - 1, media=media)
-    chunks = paged._step(inputs, Repetition(Repeat.NOT, 1300, 2, False)).prefill.chunks
+    chunks = paged._planner.plan(inputs, Repetition(Repeat.NOT, 1300, 2, False)).prefill.chunks
     assert [c.num_rows for c in chunks] == ([600, 700] if of_second is None else [600])
 
 

@@ -78,7 +78,7 @@ def test_positions_count_in_the_sequence_whatever_layers_see(
     )
     lens, rows = np.array([37, 17]), np.array([3, 1])
     inputs = StepInputs(lens, rows, [[3, 1, 4, 5, 9], [2, 6, 8]], np.array([2, 3]))
-    step = paged._step(inputs, paged.repetition_of(inputs))
+    step = paged._planner.plan(inputs, paged.repetition_of(inputs))
     assert step.plan.positions.tolist() == [34, 35, 36, 16]
     for reach in reaches:
         positions = step.plan_for(reach).positions.tolist()

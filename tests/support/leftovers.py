@@ -24,7 +24,7 @@ def leftovers_of(engine: Engine) -> dict[str, int]:
         "free": engine.stats().usage.num_free_blocks,
         "active": mx.get_active_memory(),
         # Made once per number of rows in a step.
-        "arrays": live_arrays() - len(engine._runner.model._first_rows),
+        "arrays": live_arrays() - len(engine._runner.model._planner.first_rows),
         "requests": len(engine.request_states()),
         "copies": engine.stats().pool_copies,
     }
