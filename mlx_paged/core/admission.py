@@ -67,6 +67,11 @@ class Admission:
         """Blocks that admission leaves free for running sequences."""
         return int(self._config.watermark * self._kv.pool.num_usable)
 
+    def will_fit(self, seq: Sequence) -> bool:
+        """True if a waiting sequence has room, or will have when the step in flight is done."""
+        query = self._sharing.query(seq)
+        return self._kv.will_have_room(len(seq.tokens), query, headroom=self.watermark)
+
     def fill(self, step: StepBuilder, *, background: bool, max_running: int | None) -> bool:
         """Admits sequences to a step, until one finds no room: nothing overtakes it.
 

@@ -2,7 +2,7 @@
 
 A preempted sequence loses its blocks and waits again. Preemption happens in three cases: a decode
 finds no free block (`_secure`), a prompt's chunk finds none (`_secure_chunk`), or a request of a
-higher class finds no room (`_preempt_for_waiting`).
+higher class finds no room or no slot for its adapter (`Priority`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from mlx_paged.core.adapters import AdapterSlots
 from mlx_paged.core.admission import MAX_PARKED_TOKENS, Admission
 from mlx_paged.core.background import BackgroundShare
 from mlx_paged.core.config import SchedulerConfig, SchedulingPolicy
+from mlx_paged.core.integrity import check_integrity
 from mlx_paged.core.kv.manager import KVManager
 from mlx_paged.core.kv.misses import PromptHistory
 from mlx_paged.core.media import MediaIdsExhaustedError, outside
 from mlx_paged.core.media_scheduler import MediaScheduler
 from mlx_paged.core.outputs import SchedulerOutput
 from mlx_paged.core.prefix_sharing import PrefixSharing
+from mlx_paged.core.priority import Priority
 from mlx_paged.core.queues import Deadlines, SequenceQueue, WaitingQueue
 from mlx_paged.core.request import FinishReason, Request, Sequence, SequenceStatus
 from mlx_paged.core.step_builder import StepBuilder
@@ -119,6 +121,9 @@ class Scheduler:
             adapters=self.adapters,
             background=self._background,
             history=history if kv.enable_prefix_caching else None,
+        )
+        self._priority = Priority(
+            config, self.running, self.waiting, adapters=self.adapters, admission=self._admission
         )
         self._clock = clock
         self._step_time = step_time
@@ -311,11 +316,13 @@ class Scheduler:
             has_classes = background.num_requests or self.config.policy is SchedulingPolicy.PRIORITY
             preempts = has_classes and not self.holds_admission
             if preempts:
-                self._preempt_for_slot()
+                for seq in self._priority.users_of_a_slot():
+                    self._preempt(seq)
             if waiting.first_held is not None and self.adapters.has_room:
                 waiting.release_held()
             if preempts:
-                self._preempt_for_waiting()
+                for seq in self._priority.victims_for_room(step):
+                    self._preempt(seq)
         self._schedule_decodes()
         step.begin_prompts(self._step_time)
         if step.prefilling or waiting.size:
@@ -668,35 +675,6 @@ class Scheduler:
         most = self.config.max_encoder_items_with_decodes if self._building.num_decodes else None
         self.encoder_cache.begin(self._step, self._committed_step, most)
 
-    # Priority.
-
-    def _preempt_for_waiting(self) -> None:
-        """Preempts running sequences of a lower class if the first waiting one needs room."""
-        head = self._admission.first(self._building, with_long=True)
-        if head is None:
-            return
-        while self.running and self.running.last.order[0] > head.order[0]:
-            if len(self.running) < self.config.max_num_seqs and self.kv.will_have_room(
-                len(head.tokens), self._sharing.query(head), headroom=self._admission.watermark
-            ):
-                return
-            self._preempt(self.running.last)
-
-    def _preempt_for_slot(self) -> None:
-        """Preempts the sequences of one adapter if the first sequence that waits for a slot is of a
-        higher class than all of them. Of several such adapters, the last in service order goes."""
-        head = self.waiting.first_held
-        if head is None or self.adapters.has_room:
-            return
-        users: dict[int, list[Sequence]] = {}
-        for seq in self.running:
-            if seq.adapter_slot:
-                users.setdefault(seq.adapter_slot, []).append(seq)
-        lower = [each for each in users.values() if min(s.order for s in each)[0] > head.order[0]]
-        if lower:
-            for seq in max(lower, key=lambda each: min(s.order for s in each)):
-                self._preempt(seq)
-
     # Prefix cache and counts.
 
     def reset_prefix_cache(self) -> int:
@@ -737,56 +715,18 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Checks queues, requests and the KV store against each other; raises `IntegrityError`."""
-        self.kv.check_integrity()
-        self.waiting.check_integrity()
-        self.adapters.check_integrity([s.adapter_slot for s in self.running if s.adapter_slot])
-        self.encoder_cache.check_integrity([s.begun for s in self.running if s.begun is not None])
-        alive = [s for r in self._requests.values() for s in r.sequences if not s.is_finished]
-        if any(r.num_unfinished < 1 for r in self._requests.values()) or len(alive) != sum(
-            r.num_unfinished for r in self._requests.values()
-        ):
-            raise IntegrityError("an unfinished request miscounts its sequences")
-        if len(alive) != len(self.running) + len(self.waiting):
-            raise IntegrityError(
-                f"{len(self.running)} running + {len(self.waiting)} waiting sequences, "
-                f"but {len(alive)} are unfinished"
-            )
-        if len(self.running) > self.config.max_num_seqs:
-            raise IntegrityError(f"{len(self.running)} sequences run")
-        for seq in alive:
-            if seq not in (self.running if seq.is_running else self.waiting):
-                raise IntegrityError(f"{seq!r} is not in the queue of its status")
-            if seq.is_running:
-                self._check_running(seq)
-            elif seq.num_computed_tokens or seq.num_scheduled_tokens or seq.tables is not None:
-                raise IntegrityError(f"{seq!r} waits, and yet holds computed tokens")
+        check_integrity(
+            self._requests,
+            self.running,
+            self.waiting,
+            self.kv,
+            adapters=self.adapters,
+            encoder_cache=self.encoder_cache,
+            in_flight=self._in_flight,
+            max_num_seqs=self.config.max_num_seqs,
+        )
         if len(self._in_flight) != self._step - self._committed_step:
             raise IntegrityError("the steps in flight are not those after the committed one")
-
-    def _check_running(self, seq: Sequence) -> None:
-        num_drafts = 0  # in flight
-        for output in self._in_flight:
-            if seq in output.sequences:
-                num_drafts += output.batch.num_drafts[output.sequences.index(seq)]
-        end = len(seq.tokens) + max(1, num_drafts)
-        if not seq.num_computed_tokens <= seq.num_scheduled_tokens <= end:
-            raise IntegrityError(f"{seq!r}: computed <= scheduled <= {end} does not hold")
-        if seq.tables is None:
-            raise IntegrityError(f"{seq!r} runs without block tables")
-        adapter = seq.request.adapter
-        if adapter is not None and self.adapters.adapter_in(seq.adapter_slot) != adapter:
-            raise IntegrityError(f"{seq!r} runs with another adapter than its own")
-        size, num_blocks = self.kv.block_size, len(seq.tables.blocks)
-        if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
-            raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")
-        # A sequence writes only to blocks of its own.
-        restoration = seq.tables.restoration
-        start = seq.num_scheduled_tokens if restoration is None else restoration.num_tokens
-        for group in self.kv.attention:
-            blocks = seq.tables.attention[group.number].blocks
-            for block in blocks[start // size :]:
-                if not group.is_written_by_one(block):
-                    raise IntegrityError(f"{seq!r} will write to block {block}, not its own")
 
 
 def _check_gained(output: SchedulerOutput, token_ids: SequenceOf[SequenceOf[int]]) -> None:

@@ -1,0 +1,64 @@
+"""Priority: running sequences that give way to waiting ones of a higher class.
+
+The class of a sequence is the first part of its place in service order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlx_paged.core.adapters import AdapterSlots
+from mlx_paged.core.admission import Admission
+from mlx_paged.core.config import SchedulerConfig
+from mlx_paged.core.queues import SequenceQueue, WaitingQueue
+from mlx_paged.core.request import Sequence
+from mlx_paged.core.step_builder import StepBuilder
+
+
+class Priority:
+    """Names the sequences to preempt.
+
+    Args:
+        admission: Knows which waiting sequence is next, and what room it needs.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        running: SequenceQueue,
+        waiting: WaitingQueue,
+        *,
+        adapters: AdapterSlots,
+        admission: Admission,
+    ) -> None:
+        self._config = config
+        self._running = running
+        self._waiting = waiting
+        self._adapters = adapters
+        self._admission = admission
+
+    def victims_for_room(self, step: StepBuilder) -> Iterator[Sequence]:
+        """Sequences of a lower class, until the first waiting one has room.
+
+        The caller preempts each before it asks for the next.
+        """
+        head = self._admission.first(step, with_long=True)
+        if head is None:
+            return
+        while self._running and self._running.last.order[0] > head.order[0]:
+            if len(self._running) < self._config.max_num_seqs and self._admission.will_fit(head):
+                return
+            yield self._running.last
+
+    def users_of_a_slot(self) -> list[Sequence]:
+        """The sequences of one adapter, if the first sequence that waits for a slot is of a higher
+        class than all of them. Of several such adapters, it is the last in service order."""
+        head = self._waiting.first_held
+        if head is None or self._adapters.has_room:
+            return []
+        users: dict[int, list[Sequence]] = {}
+        for seq in self._running:
+            if seq.adapter_slot:
+                users.setdefault(seq.adapter_slot, []).append(seq)
+        lower = [each for each in users.values() if min(s.order for s in each)[0] > head.order[0]]
+        return max(lower, key=lambda each: min(s.order for s in each), default=[])
