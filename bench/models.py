@@ -4,7 +4,8 @@
 
 - **gaps**: the largest time between two tokens of a stream while a second model is loaded, by a
   thread of the same process and by a process of its own, next to the same stream when nothing
-  happens. Each is measured several times, in turns; the result is the median.
+  happens for as long as a load took. Each is measured several times, in turns; the result is the
+  median.
 - **freed**: how much of the memory that the second model took comes back when it is unloaded.
 - **router**: the same gaps through `mlx-paged serve` with two models, the share of that time for
   which the router waited for a processor, and what the router adds to the time of a token.
@@ -39,7 +40,8 @@ from mlx_paged.engine.sampling_params import SamplingParams
 
 PROMPT = "def add(a, b):\n"
 BLOCKS = 200
-QUIET_SECONDS = 3.0
+QUIET_SECONDS = 6.0  # until a load has shown how long one takes
+STREAM_BEGINS = 1.0  # seconds
 LOAD_SECONDS = 6.0
 MIB = 1 << 20
 
@@ -53,6 +55,7 @@ class Gaps:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._gaps: list[float] = []
+        self._token = asyncio.Event()  # set by each token
         self._task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -65,9 +68,12 @@ class Gaps:
                 if last is not None:
                     self._gaps.append(now - last)
                 last = now
+                self._token.set()
 
     async def during(self, work: Awaitable[Any]) -> float:
         """Awaits `work`; returns the largest gap meanwhile, in milliseconds."""
+        self._token.clear()
+        await self._token.wait()  # Ends a gap that began before.
         self._gaps.clear()
         await work
         return max(self._gaps) * 1000
@@ -133,12 +139,15 @@ async def compare(path: str, rounds: int) -> dict[str, Any]:
     }
     found: dict[str, list[float]] = {name: [] for name in ("quiet", *ways)}
     memory: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
+    seconds = QUIET_SECONDS
     for _ in range(rounds):
-        found["quiet"].append(await gaps.during(asyncio.sleep(QUIET_SECONDS)))
+        found["quiet"].append(await gaps.during(asyncio.sleep(seconds)))
         for name, loaded in ways.items():
             before = resident()
             life = loaded(path)
+            began = time.perf_counter()
             found[name].append(await gaps.during(life.__aenter__()))
+            seconds = time.perf_counter() - began
             taken = resident() - before
             await life.__aexit__(None, None, None)
             memory[name].append((taken, before + taken - resident()))
@@ -177,7 +186,7 @@ async def stream_gaps(
                     last = now
 
     reading = asyncio.create_task(read())
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(STREAM_BEGINS)
     gaps.clear()
     await work()
     reading.cancel()
@@ -245,17 +254,19 @@ async def measure_router(url: str, pid: int, rounds: int) -> dict[str, Any]:
             await state_is(session, model, "loaded")
         server = psutil.Process(pid)
         works: dict[str, Callable[[], Awaitable[Any]]] = {
-            "quiet": lambda: asyncio.sleep(QUIET_SECONDS),
+            "quiet": lambda: asyncio.sleep(seconds),
             "loading": lambda: load_again(session, "b"),
         }
         largest: dict[str, list[float]] = {name: [] for name in works}
         shares: dict[str, list[float]] = {name: [] for name in works}
+        seconds = QUIET_SECONDS
         for _ in range(rounds):
             for name, work in works.items():
                 before, began = waited(server), time.perf_counter()
                 largest[name].append(max(await stream_gaps(session, "a", work)))
-                seconds = time.perf_counter() - began
-                shares[name].append((waited(server) - before) / seconds)
+                taken = time.perf_counter() - began
+                shares[name].append((waited(server) - before) / taken)
+            seconds = taken - STREAM_BEGINS
         alone = {}
         for model in ("a", "b"):
             alone |= await rates(session, [model], 4)
@@ -282,7 +293,7 @@ async def token_time(url: str, model: str | None) -> float:
     """Median time between the chunks of one stream, in milliseconds."""
     async with aiohttp.ClientSession(url) as session:
         name = model or "default"
-        gaps = await stream_gaps(session, name, lambda: asyncio.sleep(QUIET_SECONDS))
+        gaps = await stream_gaps(session, name, lambda: asyncio.sleep(3.0))
         return statistics.median(gaps)
 
 

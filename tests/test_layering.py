@@ -328,8 +328,8 @@ def test_a_decode_step_asks_no_device(monkeypatch) -> None:
 
 #: The modules through which everything else reaches `mlx_paged.multimodal`.
 MEDIA_HOOKS = {"engine/loading.py", "engine/media.py", "engine/build.py"}
-#: Options, which are read without mlx, what a server asks first, and a benchmark of mlx-vlm itself.
-MEDIA_TOOLS = {"engine/config.py", "cli/serve/one_model.py", "cli/bench/media.py"}
+#: Options, which are read without mlx, and a benchmark of mlx-vlm itself.
+MEDIA_TOOLS = {"engine/config.py", "cli/bench/media.py"}
 #: Modules of it that serving text imports: options, tests of configs, and plain values.
 MEDIA_OF_TEXT = {"", ".options", ".packages", ".prepared"}
 
