@@ -2,29 +2,34 @@
 
     python bench/server_host.py                               # 256 streams of this checkout
     python bench/server_host.py --against ../other/checkout   # both, in turns
+    python bench/server_host.py --engine-process              # besides, two processes
 
 The real server answers over HTTP with a model that computes nothing (`host_time.null_model`). A
 step takes `--step-ms` like one on a GPU: the engine's thread waits for it without the interpreter
 lock. The client is this process. It only counts and times what arrives.
 
 Prints the CPU microseconds of the event loop's thread per event and of the engine's per token,
-events per token, the longest gap between two arrivals of one stream, and the collector's pauses.
+how long a step's host work waited for the interpreter lock or a processor, events per token, the
+longest gap between two arrivals of one stream, and the collector's pauses.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import json
 import os
 import selectors
 import socket
 import statistics
+import struct
 import sys
-import threading
+import tempfile
 import time
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +50,33 @@ SCHEMA = {
 }
 
 
+class Clocks:
+    """The clocks of the engine's thread, which another process may read.
+
+    Args:
+        path: A file that both processes map.
+    """
+
+    _FORM = struct.Struct("=qdd")
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def write(self, steps: int, awake: float) -> None:
+        """Call it on the engine's thread.
+
+        Args:
+            awake: Seconds in which the thread worked, or waited for the lock or a processor.
+        """
+        Path(self._path).write_bytes(self._FORM.pack(steps, awake, time.thread_time()))
+
+    def read(self) -> dict[str, float]:
+        """The clocks after the last step."""
+        data = Path(self._path).read_bytes()
+        values = self._FORM.unpack(data) if data else (0, 0.0, 0.0)
+        return dict(zip(("steps", "awake", "engine"), values))
+
+
 class Probe:
     """The CPU time of the server's two threads and the collector's pauses, over HTTP at ``/probe``.
 
@@ -52,9 +84,9 @@ class Probe:
         app: The server's application; the probe answers before it.
     """
 
-    def __init__(self, app: Any, engine_thread: threading.Thread) -> None:
+    def __init__(self, app: Any, clocks: Clocks) -> None:
         self._app = app
-        self._clock = time.pthread_getcpuclockid(engine_thread.ident or 0)
+        self._clocks = clocks
         self._pauses: list[tuple[int, float]] = []  # generation, seconds
         self._num_collected = 0
         self._begin = 0.0
@@ -74,7 +106,7 @@ class Probe:
         full = [seconds for generation, seconds in self._pauses if generation == 2]
         body = json.dumps({
             "loop": time.thread_time(),
-            "engine": time.clock_gettime(self._clock),
+            **self._clocks.read(),
             "pauses": sum(seconds for _, seconds in self._pauses),
             "longest_pause": max((seconds for _, seconds in self._pauses), default=0.0),
             "full": len(full),
@@ -88,43 +120,63 @@ class Probe:
         await send({"type": "http.response.body", "body": body})
 
 
-def run_server(port: int, num_streams: int, step_seconds: float, *, has_grammars: bool) -> None:
+def paced_engine(
+    clocks: Clocks, num_streams: int, step_seconds: float, *, has_grammars: bool
+) -> Any:
+    """Makes an engine whose steps take the time of a device."""
+    import host_time
+    import mlx.core as mx
+
+    mx.set_default_device(mx.cpu)
+    if has_grammars:
+        host_time.VOCAB_SIZE = VOCAB_SIZE
+    engine = host_time.null_engine(
+        max_num_seqs=num_streams, max_model_len=4096, enable_prefix_caching=False
+    )
+    read, steps, due, awake, total = engine._executor.read, 0, 0.0, time.perf_counter(), 0.0
+
+    def paced_read() -> Any:
+        nonlocal steps, due, awake, total
+        now = time.perf_counter()
+        steps, total = steps + 1, total + now - awake
+        clocks.write(steps, total)
+        time.sleep(max(0.0, due - now))
+        awake = max(due, now)  # From here on, the device waits for the host.
+        due = awake + step_seconds
+        return read()
+
+    engine._executor.read = paced_read  # type: ignore[method-assign]
+    return engine
+
+
+def pace_process(make_engine: Any) -> None:
+    """Has an engine's process make this engine."""
+    from mlx_paged.engine.process import child
+
+    child.make_engine = lambda *_, **__: make_engine()  # type: ignore[assignment]
+
+
+def run_server(port: int, make_engine: Any, clocks: Clocks, *, engine_process: bool) -> None:
     """Serves until SIGTERM."""
     import asyncio
-
-    import host_time
 
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.config import ServerConfig
     from mlx_paged.server.engine_service import EngineService
     from mlx_paged.server.run import serve
 
-    def make_engine() -> Any:
-        import mlx.core as mx
+    engine: Any
+    if engine_process:
+        from mlx_paged.engine.process.client import ProcessEngine
 
-        mx.set_default_device(mx.cpu)
-        if has_grammars:
-            host_time.VOCAB_SIZE = VOCAB_SIZE
-        engine = host_time.null_engine(
-            max_num_seqs=num_streams, max_model_len=4096, enable_prefix_caching=False
-        )
-        read, due = engine._executor.read, [0.0]
-
-        def paced_read() -> Any:
-            now = time.perf_counter()
-            time.sleep(max(0.0, due[0] - now))
-            due[0] = max(due[0], now) + step_seconds
-            return read()
-
-        engine._executor.read = paced_read  # type: ignore[method-assign]
-        return engine
-
-    engine = AsyncEngine(make_engine)
+        engine = ProcessEngine.from_model(prepare=partial(pace_process, make_engine))
+    else:
+        engine = AsyncEngine(make_engine)
     asyncio.run(engine.ready())
 
     def make_service(address: str) -> EngineService:
         service = EngineService(engine, config, address)
-        service.app = Probe(service.app, engine._thread._thread)
+        service.app = Probe(service.app, clocks)
         return service
 
     config = ServerConfig(served_model_names=("null",), log_requests=False)
@@ -166,9 +218,12 @@ def load(port: int, num_streams: int, num_tokens: int, fields: dict[str, Any]) -
     seconds = time.perf_counter() - begin
     after = probe(port)
     tokens = num_streams * num_tokens
+    steps, engine, awake = (after[name] - before[name] for name in ("steps", "engine", "awake"))
     return {
         "loop_us_per_event": (after["loop"] - before["loop"]) / events * 1e6,
-        "engine_us_per_token": (after["engine"] - before["engine"]) / tokens * 1e6,
+        "engine_us_per_token": engine / tokens * 1e6,
+        "engine_ms_per_step": engine / steps * 1e3,
+        "engine_waits_ms_per_step": (awake - engine) / steps * 1e3,
         "tokens_per_s": tokens / seconds,
         "events_per_token": events / tokens,
         "longest_gap_ms": longest * 1e3,
@@ -188,7 +243,7 @@ def probe(port: int) -> dict[str, float]:
 
 
 @contextmanager
-def started(checkout: Path, options: argparse.Namespace) -> Iterator[int]:
+def started(checkout: Path, options: argparse.Namespace, *, engine_process: bool) -> Iterator[int]:
     """Starts the server of a checkout; yields its port."""
     from harness import free_port, server_process
 
@@ -196,6 +251,7 @@ def started(checkout: Path, options: argparse.Namespace) -> Iterator[int]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(port)]
     command += ["--streams", str(options.streams), "--step-ms", str(options.step_ms)]
     command += ["--schema"] if options.schema else []
+    command += ["--engine-process"] if engine_process else []
     env = {**os.environ, "PYTHONPATH": str(checkout)}
     with server_process(str(checkout), command, port, env=env, cwd=checkout):
         yield port
@@ -210,12 +266,23 @@ def main() -> None:
     parser.add_argument("--fields", type=json.loads, default={}, help="of each request, as JSON")
     parser.add_argument("--schema", action="store_true", help="answers follow a JSON schema")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns")
+    parser.add_argument(
+        "--engine-process", action="store_true", help="also with the engine in its own process"
+    )
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
-        step_seconds = options.step_ms / 1e3
-        run_server(options.serve, options.streams, step_seconds, has_grammars=options.schema)
+        import server_host  # not `__main__`, which an engine's process does not know
+
+        file = tempfile.NamedTemporaryFile()  # noqa: SIM115 (until the end)
+        atexit.register(file.close)
+        clocks = server_host.Clocks(file.name)
+        make = partial(
+            server_host.paced_engine, clocks, options.streams, options.step_ms / 1e3,
+            has_grammars=options.schema,
+        )  # fmt: skip
+        server_host.run_server(options.serve, make, clocks, engine_process=options.engine_process)
         return
     from harness import print_table, save
 
@@ -225,10 +292,12 @@ def main() -> None:
     checkouts = {"here": ROOT}
     if options.against is not None:
         checkouts = {"against": options.against.resolve(), **checkouts}
+    if options.engine_process:
+        checkouts["two processes"] = ROOT
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
     for _ in range(options.rounds):
         for name, checkout in checkouts.items():
-            with started(checkout, options) as port:
+            with started(checkout, options, engine_process=name == "two processes") as port:
                 load(port, options.streams, 8, fields)  # a small load first
                 runs[name].append(load(port, options.streams, options.tokens, fields))
     results = {

@@ -24,6 +24,19 @@ def _shown(value: object) -> str:
 class MlxPagedError(Exception):
     """Base of every intentional error of this package."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Its arguments are not those of `__init__`, which an exception's own method would call.
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(
+    kind: type[MlxPagedError], args: tuple[object, ...], values: dict[str, object]
+) -> MlxPagedError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(values)
+    return error
+
 
 class InvalidParameterError(MlxPagedError, ValueError):
     """A parameter has an invalid or unsupported value; it is rejected, never ignored.

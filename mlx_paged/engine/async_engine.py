@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mlx_paged.engine.client import EngineInfo, EngineRequest
 from mlx_paged.engine.config import EngineConfig
@@ -19,14 +19,14 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.guard import check_process
-from mlx_paged.engine.intake import CheckedRequest
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import MediaPrompts
+from mlx_paged.engine.output_processor import UpdateSink
 from mlx_paged.engine.outputs import RequestOutput
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.engine.request_options import params_of, pooling_params_of
-from mlx_paged.engine.request_stream import Channel, RequestStream, SequenceDelta
+from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import (
@@ -45,6 +45,12 @@ _EXIT_TIMEOUT = 60.0
 __all__ = ["AsyncEngine", "RequestStream", "SequenceDelta"]
 
 
+class HasOutput(Protocol):
+    """A request's reader, or its sink."""
+
+    output: RequestOutput
+
+
 class AsyncEngine:
     """Serves many callers from one engine, see `EngineClient`.
 
@@ -54,11 +60,14 @@ class AsyncEngine:
     Args:
         make_engine: Called on the engine's thread. Only that thread touches arrays: MLX's streams
             belong to threads, so the model must be loaded there, too. See `from_model`.
+        on_news: See `EngineThread`.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], on_news: Callable[[], object] = lambda: None
+    ) -> None:
         check_process()
-        self._thread = EngineThread(make_engine)
+        self._thread = EngineThread(make_engine, on_news)
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._num_adding = {False: 0, True: 0}  # by `EngineRequest.background`
@@ -104,6 +113,16 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """True if the engine takes requests."""
         return self._thread.dead is None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the engine was made, no matter if it lives."""
+        return hasattr(self._thread, "engine")
+
+    @property
+    def reason_of_death(self) -> str | None:
+        """Why the engine takes no requests; None while it does."""
+        return self._thread.dead
 
     @property
     def refuses_requests(self) -> bool:
@@ -200,28 +219,41 @@ class AsyncEngine:
         await self.ready()
         num_answers = getattr(request.params, "n", 1)
         channel = self._thread.new_channel(asyncio.get_running_loop(), num_answers)
-        checked = await self.engine.intake.process_async(request, request_id, channel)
-        return await self._add(checked, channel)
+        stream = RequestStream(request_id, channel, lambda: self.leave(request_id, channel))
+        await self.admit(request, request_id, channel, stream)
+        return stream
 
-    async def _add(self, checked: CheckedRequest, channel: Channel) -> RequestStream:
-        """Has the engine's thread add a request; returns its stream."""
-        thread, request_id = self._thread, checked.request_id
-        stream = RequestStream(request_id, channel, lambda: thread.abort(request_id, channel))
+    async def admit(
+        self, request: EngineRequest, request_id: str, sink: UpdateSink, owner: HasOutput
+    ) -> None:
+        """Has the engine take a request, once it is `ready`. Cancelling it ends the request.
+
+        Args:
+            sink: Takes the request's updates on the engine's thread.
+            owner: Gets the request's output before the sink gets an update.
+
+        Raises:
+            MlxPagedError: See `submit`.
+        """
+        checked = await self.engine.intake.process_async(request, request_id, sink)
 
         def add(engine: Engine) -> None:
             state = engine.request_state(request_id)
-            if state is not None and state.sink is channel:
-                stream.output = state.output  # The call was interrupted, and is run again.
+            if state is not None and state.sink is sink:
+                owner.output = state.output  # The call was interrupted, and is run again.
                 return
-            stream.output = engine.add(checked)
+            owner.output = engine.add(checked)
 
         with self._counted_as_adding(checked.background):
             try:
                 await self._call(add)
             except BaseException:
-                stream.close()  # It may have been added just before the caller was cancelled.
+                self.leave(request_id, sink)  # It may have been added just before.
                 raise
-        return stream
+
+    def leave(self, request_id: str, sink: UpdateSink) -> None:
+        """Ends the request of a sink if it is unfinished. Never waits."""
+        self._thread.abort(request_id, sink)
 
     async def generate(
         self,
@@ -263,7 +295,7 @@ class AsyncEngine:
         self._thread.stop(drain_timeout)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         atexit.unregister(self._at_exit)
-        if hasattr(self._thread, "engine"):
+        if self.is_ready:
             self.engine.intake.close()
 
     async def __aenter__(self) -> AsyncEngine:

@@ -12,6 +12,7 @@ import copy
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -20,6 +21,9 @@ from mlx_lm.tokenizer_utils import (
     TokenizerWrapper,
     _byte_decoder,
 )
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.sampling_params import SamplingParams
 
 
 class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
@@ -134,6 +138,22 @@ class IncrementalDetokenizer:
         self._skip = skip
         self._min_tokens = min_tokens
         self.start_over()
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: TokenizerWrapper,
+        params: SamplingParams,
+        special_token_ids: Collection[int],
+    ) -> IncrementalDetokenizer:
+        """The text of an answer with these parameters."""
+        return cls(
+            tokenizer,
+            params.stop_strings,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+            skip=special_token_ids if params.skip_special_tokens else (),
+        )
 
     def start_over(self) -> None:
         """Forgets all tokens."""

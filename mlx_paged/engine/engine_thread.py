@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from mlx_paged.engine import gc_pause
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
-from mlx_paged.engine.request_stream import Channel
+from mlx_paged.engine.output_processor import UpdateSink
+from mlx_paged.engine.request_stream import Channel, wake_readers
 from mlx_paged.errors import EngineDeadError, ForkedProcessError, MlxPagedError
 
 logger = logging.getLogger(__name__)
@@ -34,17 +35,22 @@ class EngineThread:
 
     Args:
         make_engine: Called on the thread.
+        on_news: Called whenever sinks may have got updates, and when the thread has ended. If a
+            step is stuck for good, that is on another thread.
 
     Attributes:
         ready: Done when the engine was made, or could not be made.
         dead: Why the engine takes no more calls; None while it does.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], on_news: Callable[[], object] = lambda: None
+    ) -> None:
         self.ready: Future[None] = Future()
         self.dead: str | None = None
         self.engine: Engine  # once `ready` is done; other threads only read its config
         self._make_engine = make_engine
+        self._on_news = on_news
         self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._begun: Future[Any] | None = None  # of the call that runs, or was broken off
         self._num_failures = 0  # in a row
@@ -82,12 +88,12 @@ class EngineThread:
             self._changed.notify()
         return future
 
-    def abort(self, request_id: str, channel: Channel) -> None:
+    def abort(self, request_id: str, sink: UpdateSink) -> None:
         """Ends a request whose reader has gone. Never waits."""
 
         def leave(engine: Engine) -> None:
             state = engine.request_state(request_id)
-            if state is not None and state.sink is channel:  # Another request may use the id now.
+            if state is not None and state.sink is sink:  # Another request may use the id now.
                 engine.abort(request_id)
 
         if os.getpid() != self._pid:
@@ -221,14 +227,10 @@ class EngineThread:
 
     def _wake_readers(self) -> None:
         """One call into each loop, however many of its readers wait."""
+        self._on_news()
         if not self._sleepers:
             return
-        by_loop: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
-        for channel in self._sleepers:
-            by_loop.setdefault(channel.loop, []).append(channel)
-        closed = [loop for loop, channels in by_loop.items() if not _wake(loop, channels)]
-        self._sleepers.clear()  # Last, because waking a reader twice does no harm.
-        if closed:
+        if closed := wake_readers(self._sleepers):
             for state in self.engine.request_states():
                 # These will never be read.
                 if isinstance(state.sink, Channel) and state.sink.loop in closed:
@@ -246,20 +248,6 @@ class EngineThread:
             if isinstance(state.sink, Channel):
                 state.sink.fail(EngineDeadError(reason))
         self._wake_readers()
-
-
-def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
-    """Wakes readers on their loop; returns False if the loop is closed."""
-
-    def wake() -> None:
-        for channel in channels:
-            channel.wake()
-
-    try:
-        loop.call_soon_threadsafe(wake)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _await_system_thread(native_id: int | None) -> None:

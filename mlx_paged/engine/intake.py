@@ -497,10 +497,4 @@ class Intake:
             sequence.stop_checker = sequence.answer.stop_checker
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
-            self._tokenizer,
-            params.stop_strings,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            skip=self._special_token_ids if params.skip_special_tokens else (),
-        )
+        return IncrementalDetokenizer.of(self._tokenizer, params, self._special_token_ids)

@@ -37,6 +37,16 @@ class Logprob:
     token_bytes: bytes
 
 
+class ReportParts(NamedTuple):
+    """The arguments of a `PositionReport` but for the functions, for another process."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    likeliest: tuple[np.ndarray, np.ndarray] | None
+    ranks: np.ndarray | None
+
+
 class PositionReport(Mapping[int, Logprob]):
     """Log-probabilities of one position by token id: the token itself, then the alternatives.
 
@@ -72,6 +82,11 @@ class PositionReport(Mapping[int, Logprob]):
         self._text = text
         self._bytes_of = bytes_of
         self._ranks = ranks
+
+    @property
+    def parts(self) -> ReportParts:
+        """Everything that it knows about the position."""
+        return ReportParts(self.token_id, self.logprob, self.rank, self._likeliest, self._ranks)
 
     @property
     def listed(self) -> list[int] | None:
@@ -162,6 +177,11 @@ class DeferredText:
     def is_read_here(self) -> bool:
         """True if this thread is reading it, so a finalizer on this thread must not."""
         return bool(self._lock._is_owned())
+
+    @property
+    def num_text_tokens(self) -> int | None:
+        """Tokens of the whole text; None until the answer has ended."""
+        return self._num_text_tokens
 
     def end(self, num_text_tokens: int) -> None:
         """Marks the answer as ended. Later tokens, such as an end token, are not text."""

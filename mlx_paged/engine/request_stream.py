@@ -156,6 +156,30 @@ class Channel:
             self._turn_began = time.monotonic()
 
 
+def wake_readers(sleepers: list[Channel]) -> list[asyncio.AbstractEventLoop]:
+    """Wakes readers with one call into each loop; returns the loops that are closed."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Channel]] = {}
+    for channel in sleepers:
+        by_loop.setdefault(channel.loop, []).append(channel)
+    closed = [loop for loop, channels in by_loop.items() if not _wake(loop, channels)]
+    sleepers.clear()  # Last, because waking a reader twice does no harm.
+    return closed
+
+
+def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
+    """Wakes readers on their loop; returns False if the loop is closed."""
+
+    def wake() -> None:
+        for channel in channels:
+            channel.wake()
+
+    try:
+        loop.call_soon_threadsafe(wake)
+    except RuntimeError:
+        return False
+    return True
+
+
 class RequestStream:
     """The deltas of one request, for ``async for`` on the event loop that asked for it.
 

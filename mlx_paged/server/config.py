@@ -82,6 +82,7 @@ class ServerConfig:
             ("*": any). Checked on loopback, and elsewhere if there are any.
         root_path: Path under which a proxy serves this server.
         log_requests: Write one log line for each request.
+        frontend_multiprocessing: True if the engine runs in a process of its own.
         priority_scheduling: True if the engine schedules by `priority`.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each request;
             None: no collector.
@@ -127,6 +128,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""
     log_requests: bool = True
+    frontend_multiprocessing: bool = False
     priority_scheduling: bool = False
     otlp_traces_endpoint: str | None = None
     serve_page: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -293,6 +294,23 @@ def test_a_crashed_engine_ends_the_process_with_a_message() -> None:
         _, log = server.communicate(timeout=300)
         assert server.returncode == 1
         assert "a bug of ours" in log and "the engine has stopped" in log
+
+
+def test_an_engine_process_that_is_killed_ends_the_server_with_a_message() -> None:
+    with process("--frontend-multiprocessing", "--log-format", "json") as (server, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            events = answer.iter_lines()
+            next(events)
+            found = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True)
+            [child] = found.stdout.split()
+            os.kill(int(child), signal.SIGKILL)
+            told = "".join(events)
+        assert "the engine has stopped" in told and told.endswith("data: [DONE]")
+        _, log = server.communicate(timeout=300)
+        assert server.returncode == 1
+    lines = [json.loads(line) for line in log.splitlines()]
+    [line] = [line for line in lines if line["level"] == "critical"]
+    assert line["message"] == "the engine has stopped: its process has ended (SIGKILL)"
 
 
 def test_a_model_that_is_not_there_and_an_address_that_is_taken() -> None:

@@ -17,6 +17,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.extras import needs_extra
 
 if TYPE_CHECKING:
+    from mlx_paged.engine.client import EngineClient
     from mlx_paged.server.config import ServerConfig
     from mlx_paged.server.engine_service import EngineService
     from mlx_paged.server.router.link import RouterLink
@@ -37,6 +38,7 @@ class OneModel:
         engine: Options of its engine.
         config: Options of a server that has this model alone.
         sampling: Sampling defaults in place of the model's own; None: its own.
+        log: Arguments of `logs.configure`.
     """
 
     model: str | None
@@ -44,6 +46,7 @@ class OneModel:
     engine: Mapping[str, Any]
     config: ServerConfig
     sampling: Mapping[str, Any] | None
+    log: tuple[str, str, Path | None]
 
     @classmethod
     def of(cls, model: str | None, options: ModelOptions, server: ServerOptions) -> OneModel:
@@ -70,9 +73,9 @@ class OneModel:
         if options.max_model_len is not None:
             checked.scheduler_config(options.max_model_len)
         config = _server_config(model, options, server)
-        return cls(
-            model, options.dtype, engine, config, generation_config_of(options.generation_config)
-        )
+        sampling = generation_config_of(options.generation_config)
+        log = server.log_level, server.log_format, server.log_config
+        return cls(model, options.dtype, engine, config, sampling, log)
 
     def run(self, server: ServerOptions, link: RouterLink | None = None) -> int:
         """Serves it alone; returns the exit status. See `server.run.serve`.
@@ -95,18 +98,33 @@ class OneModel:
         Args:
             address: The address that the server listens on.
         """
-        from mlx_paged.cli.progress import kernel_bar
-        from mlx_paged.engine.async_engine import AsyncEngine
         from mlx_paged.server.engine_service import EngineService
 
-        engine = AsyncEngine.from_model(
-            self.model,
-            dtype=self.dtype,
-            generation_config=self.sampling,
-            on_kernel=kernel_bar(),
-            **self.engine,
+        return EngineService(self._start_engine(), self.config, address, link)
+
+    def _start_engine(self) -> EngineClient:
+        from mlx_paged.cli.progress import kernel_bar
+        from mlx_paged.engine.async_engine import AsyncEngine
+        from mlx_paged.engine.process.client import ProcessEngine
+
+        given = {"dtype": self.dtype, "generation_config": self.sampling, **self.engine}
+        if not self.config.frontend_multiprocessing:
+            return AsyncEngine.from_model(self.model, on_kernel=kernel_bar(), **given)
+        prepare = partial(prepare_engine_process, *self.log)
+        return ProcessEngine.from_model(
+            self.model, prepare=prepare, make_on_kernel=kernel_bar, **given
         )
-        return EngineService(engine, self.config, address, link)
+
+
+def prepare_engine_process(level: str, style: str, file: Path | None) -> None:
+    """Prepares an engine's process as the command line prepares its own."""
+    from mlx_paged import unpatch
+    from mlx_paged.cli import transformers_import
+    from mlx_paged.server import logs
+
+    transformers_import.arrange()
+    unpatch()
+    logs.configure(level, style, file)
 
 
 def _server_config(model: str | None, options: ModelOptions, server: ServerOptions) -> ServerConfig:

@@ -75,6 +75,14 @@ class ServerOptions:
             "--metrics-need-key",
         ),
     ] = False
+    frontend_multiprocessing: Annotated[
+        bool,
+        option(
+            _NET,
+            "Run the engine in its own process.",
+            "--frontend-multiprocessing/--disable-frontend-multiprocessing",
+        ),
+    ] = False
     request_timeout: Annotated[
         float | None,
         option(

@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.detokenizer import TokenBytes
-from mlx_paged.engine.outputs import PositionReport
+from mlx_paged.engine.outputs import PositionReport, ReportParts
 from mlx_paged.engine.sampling_params import MAX_LOGPROBS
 
 
@@ -160,6 +160,11 @@ class LogprobReport:
             for other in ids.tolist():
                 self._text(other)
         ranks = None if listed is None else listed.ranks
+        return self.of_parts(ReportParts(token, logprob, rank, likeliest, ranks))
+
+    def of_parts(self, parts: ReportParts) -> PositionReport:
+        """Returns the report that has these parts."""
+        token, logprob, rank, likeliest, ranks = parts
         return PositionReport(token, logprob, rank, likeliest, self._text, self._bytes_of, ranks)
 
 

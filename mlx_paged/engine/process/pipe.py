@@ -1,0 +1,100 @@
+"""Pipe: messages between a process and its child, over a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Pipe:
+    """Sends and receives Python objects. Any thread may send, and none waits; one receives.
+
+    The objects are pickled, so both processes must trust each other.
+
+    Args:
+        sock: A connected socket of the stream type. The pipe owns it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._received = sock.makefile("rb")
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._unsent: deque[memoryview] = deque()  # that did not fit into the socket's buffer
+        self._is_closed = False
+        threading.Thread(target=self._send_rest, name="mlx-paged-pipe", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Sends an object. Nothing happens if the other process is gone: `receive` tells.
+
+        Raises:
+            Exception: It cannot be pickled.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        rest = memoryview(_LENGTH.pack(len(data)) + data)
+        with self._lock:
+            if not self._unsent:
+                # On this thread if it fits: another one would first wait for the interpreter lock.
+                try:
+                    sent = self._socket.send(rest, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    sent = 0
+                except OSError:
+                    return
+                rest = rest[sent:]
+            if rest:
+                self._unsent.append(rest)
+                self._changed.notify()
+
+    def receive(self) -> Any:
+        """Waits for an object.
+
+        Raises:
+            EOFError: The other process has closed the pipe, or is gone.
+        """
+        [length] = _LENGTH.unpack(self._read(_LENGTH.size))
+        return pickle.loads(self._read(length))
+
+    def close(self) -> None:
+        """Ends both directions, also for a thread that waits in `receive`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._is_closed = True
+            self._changed.notify()
+
+    def flush(self, timeout: float) -> None:
+        """Waits until everything is sent, at most for the seconds."""
+        with self._lock:
+            self._changed.wait_for(lambda: not self._unsent or self._is_closed, timeout)
+
+    def _read(self, count: int) -> bytes:
+        try:
+            data = self._received.read(count)
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if len(data) < count:
+            raise EOFError("the pipe was closed")
+        return data
+
+    def _send_rest(self) -> None:
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._unsent or self._is_closed)
+                if self._is_closed:
+                    return
+                rest = self._unsent[0]
+            try:
+                self._socket.sendall(rest)
+            except OSError:
+                self.close()
+            with self._lock:
+                self._unsent.popleft()  # Last, so that no other thread sends before its end.
+                self._changed.notify_all()
