@@ -37,8 +37,12 @@ std::map<const void*, std::pair<mx::distributed::Group, Peers>>& peers() {
 
 std::mutex peers_mutex;
 
+bool is_added(mx::Dtype dtype) {
+  return dtype == mx::int32 || is_supported(dtype);
+}
+
 bool fits(const mx::array& x) {
-  return is_supported(x.dtype()) && x.nbytes() > 0 && x.nbytes() % cuda::kPeerChunkBytes == 0 &&
+  return is_added(x.dtype()) && x.nbytes() > 0 && x.nbytes() % cuda::kPeerChunkBytes == 0 &&
          int64_t(x.nbytes()) <= cuda::kMaxPeerSumBytes;
 }
 
@@ -56,8 +60,8 @@ LaunchList PeerSum::launches(const Arrays& in, const Arrays&, Gpu) const {
   params.num_chunks = int(x.nbytes() / cuda::kPeerChunkBytes);
   params.is_divided = memory_.buffers.size() > 2 && int64_t(x.nbytes()) > kDividedBytes;
   Launch launch;
-  launch.kernel.host_name = std::string("peer_sum_") + name_of(dtype_of(x.dtype())) + "_" +
-                            std::to_string(memory_.buffers.size());
+  std::string dtype = x.dtype() == mx::int32 ? "int32" : name_of(dtype_of(x.dtype()));
+  launch.kernel.host_name = "peer_sum_" + dtype + "_" + std::to_string(memory_.buffers.size());
   launch.buffers = {
       {0, Access::read, uint64_t(x.nbytes())},
       {1, Access::read_write, uint64_t(in[1].nbytes())},

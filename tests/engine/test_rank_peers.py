@@ -101,6 +101,19 @@ def test_an_environment_variable_leaves_sums_to_mlx(monkeypatch: pytest.MonkeyPa
     assert found[0] == f"{peers.PEER_SUMS} is 0"
 
 
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_tokens_are_shared_in_whole_chunks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    sizes = []
+
+    def all_sum(x: mx.array, *, group: object) -> mx.array:
+        sizes.append(x.shape[0])
+        return 2 * x
+
+    monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
+    shared = peers.shared_tokens(mx.arange(count), mx.distributed.init())
+    assert shared.tolist() == [2 * i for i in range(count)] and sizes[0] % 4 == 0
+
+
 def test_a_group_without_shared_memory_sums_as_before() -> None:
     group = mx.distributed.init()
     connect_peers(group)

@@ -23,5 +23,6 @@ static const bool added = mlx_paged::cuda::add_kernels({
     PEER_SUMS(float32, float)
     PEER_SUMS(float16, half)
     PEER_SUMS(bfloat16, bfloat)
+    PEER_SUMS(int32, int)
     // clang-format on
 });

@@ -11,8 +11,7 @@
 // round in between, and so have finished reading it. All ranks must launch the same sums in the
 // same order.
 //
-// Every rank adds the same values in the order of ranks, in fp32, and rounds once. So all ranks get
-// the same bits.
+// Every rank adds the same values in the order of ranks, so all ranks get the same bits.
 
 #pragma once
 
@@ -22,6 +21,37 @@
 #include "vector_load.h"
 
 namespace mlx_paged::cuda {
+
+// Adds chunks of T in their order, in fp32, and rounds once.
+template <typename T, int RANKS>
+__device__ __forceinline__ uint4 sum_of(const uint4 (&chunks)[RANKS], T zero) {
+  constexpr int CHUNK = paged::chunk_size<T>();
+  float sums[CHUNK];
+  paged::unpack(chunks[0], sums, zero);
+#pragma unroll
+  for (int rank = 1; rank < RANKS; rank++) {
+    float values[CHUNK];
+    paged::unpack(chunks[rank], values, zero);
+#pragma unroll
+    for (int e = 0; e < CHUNK; e++) {
+      sums[e] += values[e];
+    }
+  }
+  return paged::pack(sums, zero);
+}
+
+template <int RANKS>
+__device__ __forceinline__ uint4 sum_of(const uint4 (&chunks)[RANKS], int) {
+  uint4 sums = chunks[0];
+#pragma unroll
+  for (int rank = 1; rank < RANKS; rank++) {
+    sums.x += chunks[rank].x;
+    sums.y += chunks[rank].y;
+    sums.z += chunks[rank].z;
+    sums.w += chunks[rank].w;
+  }
+  return sums;
+}
 
 // One block's view of the buffers of all ranks.
 template <int RANKS>
@@ -57,29 +87,53 @@ struct PeerBlock {
     __syncthreads();
   }
 
-  // Chunk i of the sum of all regions of this round.
-  template <typename T>
-  __device__ __forceinline__ uint4 sum(int i) const {
-    constexpr int CHUNK = paged::chunk_size<T>();
-    uint4 chunks[RANKS];
+  // Writes chunks [begin, end) of the sum of all regions of this round, several loads at a time.
+  template <typename T, typename Write>
+  __device__ __forceinline__ void sum(int begin, int end, Write write) const {
+    constexpr int AT_ONCE = 8 / RANKS;
+    const int threads = blockDim.x;
+    for (int first = begin + threadIdx.x; first < end; first += threads * AT_ONCE) {
+      uint4 chunks[AT_ONCE][RANKS];
 #pragma unroll
-    for (int rank = 0; rank < RANKS; rank++) {
-      chunks[rank] = region(rank)[i];
-    }
-    float sums[CHUNK];
-    paged::unpack(chunks[0], sums, T(0.0f));
+      for (int n = 0; n < AT_ONCE; n++) {
+        if (const int i = first + n * threads; i < end) {
 #pragma unroll
-    for (int rank = 1; rank < RANKS; rank++) {
-      float values[CHUNK];
-      paged::unpack(chunks[rank], values, T(0.0f));
+          for (int rank = 0; rank < RANKS; rank++) {
+            chunks[n][rank] = region(rank)[i];
+          }
+        }
+      }
 #pragma unroll
-      for (int e = 0; e < CHUNK; e++) {
-        sums[e] += values[e];
+      for (int n = 0; n < AT_ONCE; n++) {
+        if (const int i = first + n * threads; i < end) {
+          write(i, sum_of(chunks[n], T(0)));
+        }
       }
     }
-    return paged::pack(sums, T(0.0f));
   }
 };
+
+// Copies chunks [0, count), several loads at a time.
+template <typename Read>
+__device__ __forceinline__ void copy_chunks(int count, Read read, uint4* to) {
+  constexpr int AT_ONCE = 4;
+  const int threads = blockDim.x;
+  for (int first = threadIdx.x; first < count; first += threads * AT_ONCE) {
+    uint4 chunks[AT_ONCE];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+      if (const int i = first + n * threads; i < count) {
+        chunks[n] = read(i);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; n++) {
+      if (const int i = first + n * threads; i < count) {
+        to[i] = chunks[n];
+      }
+    }
+  }
+}
 
 // rounds: [kPeerBlocks], zeros at first; only this kernel writes it. x and out may be the same.
 template <typename T, int RANKS>
@@ -89,35 +143,23 @@ __device__ __forceinline__ void peer_sum(
   const int share = (params.num_chunks + gridDim.x - 1) / gridDim.x;
   const int first = min(int(blockIdx.x) * share, params.num_chunks);
   const int count = min(share, params.num_chunks - first);
-  const int threads = blockDim.x;
   x += first;
   out += first;
 
   uint4* shown = peers.begin_round();
-  for (int i = threadIdx.x; i < count; i += threads) {
-    shown[i] = x[i];
-  }
+  copy_chunks(count, [=](int i) { return x[i]; }, shown);
   peers.exchange();
   if (!params.is_divided) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += threads) {
-      out[i] = peers.template sum<T>(i);
-    }
+    peers.template sum<T>(0, count, [=](int i, uint4 chunk) { out[i] = chunk; });
   } else {
     const int part = (count + RANKS - 1) / RANKS;
     const int begin = min(params.rank * part, count);
     const int end = min(begin + part, count);
     const PeerBlock<RANKS> parts = peers;
     uint4* sums = peers.begin_round();
-#pragma unroll 4
-    for (int i = begin + threadIdx.x; i < end; i += threads) {
-      sums[i] = parts.template sum<T>(i);
-    }
+    parts.template sum<T>(begin, end, [=](int i, uint4 chunk) { sums[i] = chunk; });
     peers.exchange();
-#pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += threads) {
-      out[i] = peers.region(i / part)[i];
-    }
+    copy_chunks(count, [&](int i) { return peers.region(i / part)[i]; }, out);
   }
   if (threadIdx.x == 0) {
     rounds[blockIdx.x] = peers.round;

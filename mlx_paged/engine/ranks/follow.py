@@ -35,6 +35,7 @@ from mlx_paged.engine.ranks.messages import (
     MessageError,
     StepReader,
 )
+from mlx_paged.engine.ranks.peers import shared_tokens
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.model.media import StepMedia
 
@@ -73,7 +74,7 @@ class FollowRunner(ModelRunner):
         if rows.num_sampled:
             # After the collectives of the model, as on rank 0.
             [chosen] = mx.depends([chosen], [logits])
-            chosen = mx.distributed.all_sum(chosen, group=self._collective)
+            chosen = shared_tokens(chosen, self._collective)
         wanted = [logits] if len(rows.wanted) else []
         mx.async_eval(*wanted, chosen, *pools, *taps)  # type: ignore[no-untyped-call]
         return LaunchedStep(batch, chosen, pools[-1], chosen, pools_before)

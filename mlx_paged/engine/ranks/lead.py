@@ -29,6 +29,7 @@ from mlx_paged.engine.ranks.messages import (
     Message,
     StepWriter,
 )
+from mlx_paged.engine.ranks.peers import shared_tokens
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.lora import LowRank
@@ -123,7 +124,7 @@ class LeadRunner(ModelRunner):
     def _share(self, tokens: mx.array) -> mx.array:
         """Gives the chosen tokens ``[num_sampled]`` to the other ranks, whose next step may begin
         with them."""
-        return mx.distributed.all_sum(tokens, group=self._collective)
+        return shared_tokens(tokens, self._collective)
 
 
 class LeadPoolingRunner(LeadRunner, PoolingRunner):

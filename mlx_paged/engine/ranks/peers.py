@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 #: Environment variable: 0 leaves all sums to MLX.
 PEER_SUMS = "MLX_PAGED_PEER_SUMS"
 _SIZES = (2, 4, 8)  # of groups that kernels serve
+_TOKENS_OF_CHUNK = 4  # in the unit of sums in shared memory, 16 bytes
 _HANDLE_BYTES = 64
 _MACHINE_BYTES = 16
 
@@ -122,6 +123,14 @@ def summed(
         return _all_sum_of_mlx(x, stream=stream)
     result: mx.array = ext.all_sum(x, group=group, stream=stream)
     return result
+
+
+def shared_tokens(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
+    """Rank 0's tokens ``[n]`` int32 on every rank, if the others give zeros."""
+    count = tokens.shape[0]
+    if missing := -count % _TOKENS_OF_CHUNK:  # Otherwise MLX would add them.
+        tokens = mx.pad(tokens, (0, missing))
+    return mx.distributed.all_sum(tokens, group=group)[:count]
 
 
 def _machine() -> bytes:
