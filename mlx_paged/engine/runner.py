@@ -354,7 +354,8 @@ class ModelRunner:
         if self._to_vocabulary is not None:
             mapped = self._to_vocabulary(logits)
             logits, greedy = mapped, greedy if mapped is logits else None
-        if logits.shape[0] > len(rows.wanted) and not _is_greedy(metadata):
+        is_chosen = greedy is not None and _is_greedy(metadata)
+        if logits.shape[0] > len(rows.wanted) and not is_chosen:
             # The host ignores greedy tokens of padding; nothing else is computed for it.
             logits = logits[: len(rows.wanted)]
             greedy = None if greedy is None else Greedy(*(a[: len(rows.wanted)] for a in greedy))
@@ -463,7 +464,7 @@ class ModelRunner:
             media=media,
             num_ordered_rows=num_ordered_rows,
             adapters=adapters,
-            may_pad=splits_drafts or batch.is_decode,
+            may_pad=True,
             splits_drafts=splits_drafts,
         )
 

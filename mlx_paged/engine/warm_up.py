@@ -27,6 +27,7 @@ from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.logits_processors import ALWAYS, Additions, LogitEdits, Penalties
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.model.dense_prefill import PREPARED_MULTIPLE
 from mlx_paged.model.graph_runner import padded_decodes
 from mlx_paged.platform import Platform
 
@@ -49,6 +50,11 @@ _FEW = 64
 _MOST_PADDED = 256
 # Prompts beside decodes: (sequences that decode, tokens of the prompt; 0: what a step has left).
 _MIXED = ((8, 512), (32, 0))
+# Numbers of rows of steps with prompts that are prepared, between each power of two and the next.
+# Libraries of products have a kernel for nearly each of them and load it when they first need it,
+# some milliseconds for each product.
+_ROWS_PER_OCTAVE = 8
+_TOKENS_OF_LOAD = 1024  # of each prompt of such a step
 _SLOT = 1  # of the adapter; the scheduler fills this one first
 
 
@@ -94,6 +100,7 @@ class Kind:
         context_len: Tokens of each sequence after the first step.
         temperature: Temperature of all sequences; 0 is greedy.
         num_decodes: Further sequences with one token in the step; they are as long as the others.
+        at_once: Steps of prompts that are in flight together.
         settings: Key of the settings that the sequences have in turn; empty for `temperature`.
     """
 
@@ -102,6 +109,7 @@ class Kind:
     context_len: int = 1
     temperature: float = 0.0
     num_decodes: int = 0
+    at_once: int = 1
     settings: str = ""
 
 
@@ -140,10 +148,15 @@ def kinds(
         return [Kind(1, context_len=longest), Kind(1, temperature=1.0)]
     lens = {n for n in _PROMPTS if n < config.step_tokens} | {config.step_tokens}
     prompts = [
-        Kind(1, n, n) for n in sorted(lens) if max_context_len is None or n <= max_context_len
+        # Two large steps are in flight under load, and their layers take memory.
+        Kind(1, n, n, at_once=2 if n == config.step_tokens else 1)
+        for n in sorted(lens)
+        if max_context_len is None or n <= max_context_len
     ]
     if min(longest, config.step_tokens) > _FEW:
         prompts.append(Kind(1, _FEW, longest))
+    for count, context_len in _prepared_chunks(config.step_tokens, max_context_len):
+        prompts.append(Kind(1, count, context_len))
     for num_decodes, num_tokens in _MIXED:
         count = num_tokens or config.step_tokens - num_decodes
         fits = num_decodes < most and _FEW < count <= config.step_tokens - num_decodes
@@ -158,7 +171,43 @@ def kinds(
         for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
     ]
     further = [Kind(min(2, most), settings=name) for name in _SETTINGS]
-    return [*reversed(prompts), *decodes, *further]
+    loads = _loads(config.step_tokens, most, max_context_len)
+    return [*reversed(prompts), *reversed(loads), *decodes, *further]
+
+
+def _prepared_chunks(step_tokens: int, max_context_len: int | None) -> list[tuple[int, int]]:
+    """Chunks of a long prompt, and the tokens up to their ends, that libraries prepare."""
+    size = PREPARED_MULTIPLE
+    sizes = [n for n in (size, 2 * size) if n <= step_tokens]
+    ends = [(n, n * i) for n in sizes for i in (1, 2) if n < step_tokens or i > 1]
+    return [(n, end) for n, end in ends if max_context_len is None or end <= max_context_len]
+
+
+def _loads(step_tokens: int, most: int, max_context_len: int | None) -> list[Kind]:
+    """Steps of a load, smallest first: prompts beside decodes, of many numbers of rows.
+
+    Each padded number of sequences occurs, since as many rows have logits.
+
+    Args:
+        most: Maximum sequences of a step.
+    """
+    rows = []
+    size = _FEW
+    while size < step_tokens:
+        stride = max(1, size // _ROWS_PER_OCTAVE)
+        rows += [n for n in range(size + stride, 2 * size + 1, stride) if n <= step_tokens]
+        size *= 2
+    counts = batch_sizes(most, are_padded=True)
+    loads = []
+    for i in range(max(len(rows), len(counts)) if rows else 0):
+        num_rows = rows[i * len(rows) // max(len(rows), len(counts))]
+        count = min(counts[i * len(counts) // max(len(rows), len(counts))], num_rows // 2)
+        num_prompts = min(count, -(-num_rows // _TOKENS_OF_LOAD))
+        num_decodes = count - num_prompts
+        num_tokens = (num_rows - num_decodes) // num_prompts
+        if max_context_len is None or num_tokens <= max_context_len:
+            loads.append(Kind(num_prompts, num_tokens, num_tokens, num_decodes=num_decodes))
+    return loads
 
 
 def is_needed(config: EngineConfig, platform: Platform) -> bool:
@@ -226,10 +275,9 @@ def _run(runner: ModelRunner, kind: Kind, adapter: Adapter | None) -> None:
     """Runs steps whose tokens come from the step before, which is unread, as in decoding."""
     before: LaunchedStep | None = None
     if kind.num_tokens > _FEW:  # each is the first of its sequences
-        # Two are in flight under load, and their layers take memory.
-        steps = [runner.launch(_step(runner, kind, 0, adapter), None) for _ in range(2)]
-        for step in steps:
-            runner.read(step)
+        step = _step(runner, kind, 0, adapter)
+        for launched in [runner.launch(step, None) for _ in range(kind.at_once)]:
+            runner.read(launched)
         return
     if kind.num_tokens > 1:
         for _ in range(_STEPS):

@@ -26,10 +26,13 @@ from mlx_paged.platform import Platform
 
 # Shorter chunks gain less than gathering and another shape cost.
 MIN_ROWS = 512
-# The same if `ops.paged_attention` has a kernel for Hopper. With this many rows it takes a quarter
-# longer. With fewer, that is less than the first steps of a load wait for cuDNN to prepare shapes.
-_MIN_ROWS_ON_HOPPER = 2048
 ALIGNMENT = 256
+# Where `ops.paged_attention` has a kernel for Hopper, it takes a quarter longer than cuDNN. Only
+# chunks of whole multiples of this many rows have shapes that come again, and the warm-up prepares
+# those of the first two steps of a prompt. For others, cuDNN must first win back its preparation,
+# which takes this many products of a row with a key.
+PREPARED_MULTIPLE = 4096
+_PAIRS_ON_HOPPER = 8192 * 32768
 _MAX_DIM = 128  # cuDNN's
 # Maximum tokens of all sequences of one call. Gathered keys and values take memory, and longer
 # calls gain nothing, because the host is no longer a bottleneck.
@@ -37,6 +40,24 @@ _MAX_KEYS = 16384
 
 Pools = tuple[mx.array, mx.array]  # of keys and of values
 Rows = tuple[mx.array, mx.array]  # [num_rows, num_kv_heads, dim] keys and values
+
+
+@dataclass(frozen=True)
+class ChunkChoice:
+    """Which chunks MLX's attention takes.
+
+    Attributes:
+        on_hopper: True if the others have a kernel for Hopper.
+    """
+
+    on_hopper: bool = False
+
+    def of(self, context_lens: np.ndarray, query_lens: np.ndarray) -> np.ndarray:
+        """Returns ``[num_sequences]`` bools."""
+        if not self.on_hopper:
+            return query_lens >= MIN_ROWS
+        is_whole = (query_lens % PREPARED_MULTIPLE == 0) & (context_lens % PREPARED_MULTIPLE == 0)
+        return (query_lens > 0) & (is_whole | (query_lens * context_lens >= _PAIRS_ON_HOPPER))
 
 
 @dataclass(frozen=True)
@@ -118,12 +139,11 @@ class DensePrefill:
         return _joined([parts[first] for first in sorted(parts)])
 
 
-def least_rows(specs: Iterable[LayerSpec], block_size: int) -> int:
-    """Returns the minimum rows of a chunk, for a model with these layers."""
+def choice_for(specs: Iterable[LayerSpec], block_size: int) -> ChunkChoice:
+    """Returns which chunks MLX's attention takes, for a model with these layers."""
     dims = {spec.pool_dims for spec in specs}
     has_kernels = all(ops.has_wgmma_prefill(k, v, block_size) for k, v in dims)
-    is_served = ops.has_wgmma() and has_kernels
-    return _MIN_ROWS_ON_HOPPER if is_served else MIN_ROWS
+    return ChunkChoice(on_hopper=ops.has_wgmma() and has_kernels)
 
 
 def plan_dense_prefill(
@@ -133,18 +153,18 @@ def plan_dense_prefill(
     *,
     block_size: int,
     bounds: np.ndarray | None = None,
-    least_rows: int = MIN_ROWS,
+    choice: ChunkChoice = ChunkChoice(),
     platform: Platform | None = None,
 ) -> DensePrefill | None:
     """Plans one step; None without a long chunk, or without CUDA. See `build_plan`.
 
     Args:
-        least_rows: Minimum rows of a chunk.
+        choice: Which chunks are long.
 
     A chunk with rows that see later positions is not MLX's causal attention, and is left to the
     paged kernels.
     """
-    long = query_lens >= least_rows
+    long = choice.of(context_lens, query_lens)
     platform = platform or Platform.current()
     if not (platform.has_cuda and long.any()):
         return None

@@ -437,7 +437,8 @@ class PagedModel:
     def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
 
-        A step with sequences of padding has logits of `Repetition.num_rows` rows.
+        A step with sequences of padding has logits of `Repetition.num_rows` rows. With CUDA, any
+        step with prompts has further logits if `StepInputs.may_pad`.
 
         After `keep_hidden_states`: -> ``[len(logit_rows), hidden_size]`` last hidden states, with
         the model's final norm applied.

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_paged.model import dense_prefill
 from mlx_paged.model.caches import LastLayerPruning, PagedLayerCache, Step
 from mlx_paged.model.gathered import GatheredLayerCache
-from mlx_paged.model.graph_runner import Repeat, Repetition
+from mlx_paged.model.graph_runner import Repeat, Repetition, padded_decodes
 from mlx_paged.model.layerwise import layerwise_submit
 from mlx_paged.model.layout import FULL, CacheLayout, KVCacheGroupSpec
 from mlx_paged.model.media import MediaRows
@@ -60,7 +60,7 @@ class StepPlanner:
         self._attention = attention
         self._pools = pools
         self._sees_within_windows = sees_within_windows
-        self._least_dense = dense_prefill.least_rows(
+        self._dense_chunks = dense_prefill.choice_for(
             [cache.spec for cache in attention if cache.spec.group_spec == FULL], block_size
         )
         self._known_shared_rows: dict[KVCacheGroupSpec, int] = {}
@@ -117,15 +117,18 @@ class StepPlanner:
                 inputs.query_lens,
                 block_size=self.block_size,
                 bounds=self._bounds(inputs, FULL),
-                least_rows=self._least_dense,
+                choice=self._dense_chunks,
                 platform=self.platform,
             )
         layerwise = None
         if self.platform.has_cuda and longest > 1:
             layerwise = layerwise_submit(int(inputs.query_lens.sum()), parts_ahead)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
-        logit_rows = self._logit_rows(inputs.logit_rows, stays)
-        selected = self._selected(inputs, logit_rows) if prunes_last_layer else None
+        wanted = inputs.logit_rows
+        if layerwise is not None and inputs.may_pad and repeat is Repeat.NOT and len(wanted):
+            wanted = _padded_rows(wanted)
+        logit_rows = self._logit_rows(wanted, stays)
+        selected = self._selected(inputs, wanted, logit_rows) if prunes_last_layer else None
         adapters = None
         if inputs.adapters is not None:
             padded = np.full(repetition.num_rows, -1)  # padding has no adapter
@@ -167,9 +170,11 @@ class StepPlanner:
         }
         return replace(step, plans={**step.plans, **plans})
 
-    def _selected(self, inputs: StepInputs, logit_rows: mx.array) -> LastLayerPruning | None:
+    def _selected(
+        self, inputs: StepInputs, wanted: np.ndarray, logit_rows: mx.array
+    ) -> LastLayerPruning | None:
         """For steps of prompts, whose sequences are sampled at their ends."""
-        lens, wanted = inputs.query_lens, inputs.logit_rows
+        lens = inputs.query_lens
         if not self._attention or not 0 < len(wanted) <= lens.sum() - _MIN_UNSELECTED:
             return None
         ends = np.cumsum(lens)
@@ -290,3 +295,12 @@ class StepPlanner:
         return PaddedTables(
             np.zeros((len(lengths), max(1, int(lengths.max(initial=1)))), dtype=np.int32), lengths
         )
+
+
+def _padded_rows(wanted: np.ndarray) -> np.ndarray:
+    """Repeats the last row, up to a number of rows that the warm-up has prepared.
+
+    A library loads another kernel for nearly every number of rows. A step would wait up to 30 ms
+    for those of its last layer.
+    """
+    return np.pad(wanted, (0, padded_decodes(len(wanted)) - len(wanted)), mode="edge")

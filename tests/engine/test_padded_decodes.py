@@ -123,15 +123,15 @@ def tokens_in(reports: Sequence[PositionReport | None] | None) -> list[list[int]
     return [list(report or ()) for report in reports or ()]
 
 
-def answers_of_joining(llm: LLM, count: int) -> list[tuple[Any, ...]]:
-    """The answers to short prompts that come one after another, each beside one more decode."""
+def answers_of_joining(llm: LLM, count: int, longest: int = 30) -> list[tuple[Any, ...]]:
+    """The answers to prompts that come one after another, each beside one more decode."""
     rng, outputs = np.random.default_rng(5), []
     for i in range(count):
         params = SamplingParams(
             temperature=0.9 * (i % 3 == 1), seed=i, max_tokens=2 * count, ignore_eos=True,
             logprobs=2 if i % 4 == 2 else None, prompt_logprobs=1 if i % 4 == 3 else None,
         )  # fmt: skip
-        prompt = random_tokens(rng, int(rng.integers(3, 30)))
+        prompt = random_tokens(rng, int(rng.integers(longest // 10, longest)))
         outputs.append(llm.engine.add_request(str(i), prompt, params))
         llm.engine.step()
     while llm.engine.has_unfinished:
@@ -155,6 +155,31 @@ def test_short_prompts_beside_any_number_of_decodes_compile_nothing(
     programs.rows.clear()
     assert answers_of_joining(llm, 16) == expected
     assert {16, 32, 48} <= set(programs.rows) and not programs.made
+
+
+@pytest.mark.parametrize("name", ["llama", "windows", "experts"])
+@pytest.mark.one_in(3)
+def test_long_prompts_beside_any_number_of_decodes_have_few_numbers_of_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library of products would load kernels for each other number."""
+    expected = answers_of_joining(engine_of(name, 16), 12, longest=90)
+    llm = engine_of(name, 16)
+    model = llm.engine._runner.model
+    run_as_on(model, **CUDA_PROGRAMS)
+    monkeypatch.setattr(GraphRunner, "_ways", lambda *_: [])
+    run, counts = model.run, []
+
+    def watched(tokens: mx.array, *args: Any) -> Any:
+        output = run(tokens, *args)
+        if tokens.shape[0] > 64:
+            counts.append(output.logits.shape[0])
+        return output
+
+    model.run = watched  # type: ignore[method-assign]
+    assert answers_of_joining(llm, 12, longest=90) == expected
+    few = {padded_decodes(count) for count in range(1, 200)}
+    assert {8, 16} <= set(counts) <= few
 
 
 def test_padding_reads_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ On the CPU there are none; here they are switched on, as what they compute does 
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from mlx_paged.model.lora import AdapterLayers
 from mlx_paged.model.paged_model import PagedModel
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+# Few tokens in a step leave few steps to prepare.
+SMALL = {"num_gpu_blocks_override": 40, "block_size": 8, "max_num_batched_tokens": 64}
 PROMPTS = [[3, 4, 5, 6], [7, 8], list(range(10, 60))]
 
 
@@ -58,9 +61,12 @@ def test_every_padded_number_of_sequences_is_prepared() -> None:
 def test_what_is_prepared_with_cuda() -> None:
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=1024)
     further = [Kind(2, settings=name) for name in warm_up._SETTINGS]
+    loads = warm_up._loads(1024, 2, None)
     assert kinds(config, None, with_cuda=True) == [
         Kind(1, 64, 4096),
-        *(Kind(1, n, n) for n in (1024, 512, 64, 48, 32, 16)),
+        Kind(1, 1024, 1024, at_once=2),
+        *(Kind(1, n, n) for n in (512, 64, 48, 32, 16)),
+        *reversed(loads),
         Kind(2),
         Kind(2, context_len=4096, temperature=1.0),
         Kind(1),
@@ -71,6 +77,7 @@ def test_what_is_prepared_with_cuda() -> None:
     assert kinds(config, 100, with_cuda=True) == [
         Kind(1, 64, 97),
         *(Kind(1, n, n) for n in (64, 48, 32, 16)),
+        *(kind for kind in reversed(loads) if kind.num_tokens <= 100),
         Kind(2),
         Kind(2, context_len=97, temperature=1.0),
         Kind(1),
@@ -89,13 +96,43 @@ def test_steps_with_drafts_are_prepared_beyond_the_number_of_sequences() -> None
 def test_prompts_beside_decodes_are_prepared_if_such_a_step_can_be() -> None:
     def mixed(max_context_len: int | None = None, **options: int) -> list[tuple[int, int]]:
         made = kinds(EngineConfig(**options), max_context_len, with_cuda=True)
-        return [(kind.num_tokens, kind.num_decodes) for kind in made if kind.num_decodes]
+        return [
+            (kind.num_tokens, kind.num_decodes)
+            for kind in made
+            if kind.num_decodes and kind.temperature  # else of a load, see below
+        ]
 
     assert mixed(max_num_batched_tokens=2048) == [(2016, 32), (512, 8)]
     assert mixed(max_num_batched_tokens=512) == [(480, 32)]
     assert mixed(max_num_batched_tokens=2048, max_num_seqs=32) == [(512, 8)]
     assert mixed(1000, max_num_batched_tokens=2048) == [(512, 8)]
     assert mixed(max_num_batched_tokens=64) == []
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "most"), [(8192, 256), (2048, 16), (300, 8), (8192, 1), (128, 64)]
+)
+def test_steps_of_a_load_have_many_numbers_of_rows(step_tokens: int, most: int) -> None:
+    loads = warm_up._loads(step_tokens, most, None)
+    rows = [kind.num_sequences * kind.num_tokens + kind.num_decodes for kind in loads]
+    assert rows == sorted(rows) and max(rows) <= step_tokens
+    grid = [64, *rows]
+    assert all(after <= 1.13 * before for before, after in pairwise(grid)), "kernels are skipped"
+    assert max(grid) >= step_tokens * 0.88 and len(loads) < 70
+    counts = {kind.num_sequences + kind.num_decodes for kind in loads}
+    few = {count for count in batch_sizes(most, are_padded=True) if count <= step_tokens // 4}
+    assert few <= counts, "as many rows have logits"
+    short = warm_up._loads(step_tokens, most, 80)
+    assert all(kind.num_tokens <= 80 for kind in short)
+
+
+def test_chunks_of_long_prompts_are_prepared() -> None:
+    def chunks(step_tokens: int, most: int | None = None) -> list[tuple[int, int]]:
+        return warm_up._prepared_chunks(step_tokens, most)
+
+    assert chunks(8192) == [(4096, 4096), (4096, 8192), (8192, 16384)]
+    assert chunks(8192, 8192) == [(4096, 4096), (4096, 8192)]
+    assert chunks(4096) == [(4096, 8192)] and chunks(2048) == []
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3_next"])
@@ -123,7 +160,7 @@ def test_two_large_steps_are_in_flight() -> None:
         events.append("launch") or launch(*args)
     )
     runner.read = lambda step: events.append("read") or read(step)  # type: ignore[assignment]
-    warm_up._run(runner, Kind(1, 65, 65), None)
+    warm_up._run(runner, Kind(1, 65, 65, at_once=2), None)
     assert events == ["launch", "launch", "read", "read"]
 
 
@@ -189,7 +226,7 @@ def test_the_sampler_is_prepared_for_all_settings(
         monkeypatch.setattr(module, name, note)
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     with caplog.at_level(logging.WARNING):
-        LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=2)
+        LLM(embedded_twin(), **SMALL, max_num_seqs=2)
     assert "could not be prepared" not in caplog.text
     assert len(called) == 7, called
 
@@ -200,7 +237,7 @@ def test_the_adapter_of_all_requests_is_in_the_steps(
     """Steps with adapters are programs of their own: the first request makes no other ones."""
     path = write_mlx(tmp_path, random_layers(embedded_twin().model, 3))
     options: dict[str, Any] = {
-        "num_gpu_blocks_override": 40, "block_size": 8, "max_num_seqs": 3, "adapter_path": path,
+        **SMALL, "max_num_seqs": 3, "adapter_path": path,
     }  # fmt: skip
     expected = answers(LLM(embedded_twin(), **options, enforce_eager=True))
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
@@ -236,8 +273,7 @@ def test_named_adapters_are_prepared_beside_steps_without_one(
         layers = random_layers(embedded_twin().model, i, names=[name])
         paths.append(write_mlx(tmp_path / name, layers))
     options: dict[str, Any] = {
-        "num_gpu_blocks_override": 40, "block_size": 8, "max_num_seqs": 1, "enable_lora": True,
-        "max_loras": 1,
+        **SMALL, "max_num_seqs": 1, "enable_lora": True, "max_loras": 1,
     }  # fmt: skip
     requests = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, 1)]
 
@@ -272,7 +308,7 @@ def test_models_with_windows_and_states(
     expected = answers(engine_of(name, enforce_eager=True, max_num_seqs=2))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(ops, "has_cuda", lambda: True)
-        llm = engine_of(name, max_num_seqs=2)
+        llm = engine_of(name, max_num_seqs=2, max_num_batched_tokens=64)
     assert "could not be prepared" not in caplog.text
     assert answers(llm) == expected
 

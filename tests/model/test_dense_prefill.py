@@ -99,41 +99,48 @@ def test_sequences_that_are_alike_are_one_call(
 
 
 @pytest.mark.parametrize(
-    ("context_lens", "query_lens", "chunks"),
+    ("context_lens", "query_lens", "expected"),
     [
-        ([512, 1024], [512, 1024], 0),
-        ([512, 2600], [512, 2047], 0),
-        ([2600, 512], [2048, 512], 1),
-        ([2048], [2048], 1),
+        ([512, 1024], [512, 1024], [False, False]),
+        ([4096, 8192, 8192], [4096, 4096, 8192], [True, True, True]),  # shapes that come again
+        ([4352, 5000, 8192], [4096, 4096, 2048], [False, False, False]),
+        ([32768, 65536, 65536], [8000, 4000, 5000], [False, False, True]),  # worth preparing
+        ([4096, 100], [0, 1], [False, False]),
     ],
 )
-def test_hopper_s_kernel_takes_short_chunks(
-    context_lens: list[int],
-    query_lens: list[int],
-    chunks: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_on_hopper_cudnn_takes_only_shapes_that_pay(
+    context_lens: list[int], query_lens: list[int], expected: list[bool]
 ) -> None:
-    def spec(dim: int) -> LayerSpec:
-        return LayerSpec(
-            num_kv_heads=KV_HEADS, key_dim=dim, value_dim=dim, dtype=mx.float16, window=None
-        )
+    choice = dense_prefill.ChunkChoice(on_hopper=True)
+    assert choice.of(np.array(context_lens), np.array(query_lens)).tolist() == expected
+
+
+def test_hopper_s_kernel_takes_the_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_hopper(*dims: int, block_size: int = 16) -> bool:
+        specs = [
+            LayerSpec(
+                num_kv_heads=KV_HEADS, key_dim=dim, value_dim=dim, dtype=mx.float16, window=None
+            )
+            for dim in dims
+        ]
+        return dense_prefill.choice_for(specs, block_size).on_hopper
 
     monkeypatch.setattr(ops, "has_wgmma", lambda: False)
-    assert dense_prefill.least_rows([spec(128)], 16) == 512
+    assert not on_hopper(128)
     monkeypatch.setattr(ops, "has_wgmma", lambda: True)
-    assert dense_prefill.least_rows([spec(128), spec(96)], 16) == 512, "one is slow"
-    assert dense_prefill.least_rows([spec(128)], 8) == 512, "of small blocks all are"
-    least = dense_prefill.least_rows([spec(128), spec(64)], 16)
+    assert not on_hopper(128, 96), "one is slow"
+    assert not on_hopper(128, block_size=8), "of small blocks all are"
+    assert on_hopper(128, 64)
+    lens, rows = np.array([600, 4096]), np.array([512, 4096])
     prefill = dense_prefill.plan_dense_prefill(
-        tables_of(context_lens),
-        np.array(context_lens),
-        np.array(query_lens),
+        tables_of([600, 4096]),
+        lens,
+        rows,
         block_size=BLOCK,
-        least_rows=least,
+        choice=dense_prefill.ChunkChoice(on_hopper=True),
     )
-    found = 0 if prefill is None else sum(chunk.num_sequences for chunk in prefill.chunks)
-    assert found == chunks
-    assert prefill is None or (prefill.plan is None) == (chunks == len(query_lens))
+    assert prefill is not None and prefill.plan is not None
+    assert [chunk.first_row for chunk in prefill.chunks] == [512]
 
 
 def test_short_rows_are_not_touched() -> None:

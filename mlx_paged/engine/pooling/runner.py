@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -170,7 +170,7 @@ class PoolingRunner(ModelRunner):
         # A mean needs the states of all tokens, other types only that of each prompt's last token.
         wanted = np.arange(ends[-1]) if self._sums else (ends - 1)[places]
         flat = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
-        inputs = self._inputs(batch, context_lens, num_rows, wanted)
+        inputs = replace(self._inputs(batch, context_lens, num_rows, wanted), may_pad=False)
         repetition = self.model.repetition_of(inputs, len(flat))
         hidden, _, _, taps = self.model.run(ops.upload(flat)[0], inputs, repetition)
         nothing = mx.zeros((sum(batch.samples),), dtype=mx.int32)
