@@ -11,22 +11,17 @@
 
 #include "../peer_sum.h"
 #include "mlx/backend/cuda/device.h"
+#include "status.h"
 
 namespace mlx_paged {
 
 namespace {
 
-void check(cudaError_t status, const std::string& what) {
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // clears the error, so that the next call does not report it
-    throw std::runtime_error("[peer_memory] " + what + ": " + cudaGetErrorString(status));
-  }
-}
-
 // Sets the device of the CUDA runtime linked here; MLX has its own runtime.
 void use_device() {
   auto stream = mx::default_stream(mx::Device::gpu);
-  check(cudaSetDevice(mx::cu::get_command_encoder(stream).device().cuda_device()), "a device");
+  cuda::check(
+      cudaSetDevice(mx::cu::get_command_encoder(stream).device().cuda_device()), "a device");
 }
 
 }  // namespace
@@ -34,16 +29,16 @@ void use_device() {
 char* make_peer_buffer() {
   use_device();
   void* buffer = nullptr;
-  check(cudaMalloc(&buffer, cuda::kPeerBufferBytes), "a buffer for other ranks");
-  check(cudaMemset(buffer, 0, cuda::kPeerBufferBytes), "a buffer of zeros");
-  check(cudaDeviceSynchronize(), "a buffer of zeros");
+  cuda::check(cudaMalloc(&buffer, cuda::kPeerBufferBytes), "a buffer for other ranks");
+  cuda::check(cudaMemset(buffer, 0, cuda::kPeerBufferBytes), "a buffer of zeros");
+  cuda::check(cudaDeviceSynchronize(), "a buffer of zeros");
   return static_cast<char*>(buffer);
 }
 
 std::string peer_buffer_handle(char* buffer) {
   use_device();
   cudaIpcMemHandle_t handle;
-  check(cudaIpcGetMemHandle(&handle, buffer), "a handle of its memory");
+  cuda::check(cudaIpcGetMemHandle(&handle, buffer), "a handle of its memory");
   return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
@@ -57,7 +52,7 @@ char* open_peer_buffer(const std::string& handle) {
   }
   std::memcpy(&named, handle.data(), sizeof(named));
   void* buffer = nullptr;
-  check(
+  cuda::check(
       cudaIpcOpenMemHandle(&buffer, named, cudaIpcMemLazyEnablePeerAccess),
       "the memory of another rank");
   return static_cast<char*>(buffer);

@@ -34,6 +34,7 @@
 #include "mlx/backend/cuda/utils.h"
 #include "mlx/distributed/distributed_impl.h"
 #include "mlx/distributed/primitives.h"
+#include "status.h"
 #include "step_inputs.h"
 #include "transfer.h"
 #include "variants.h"
@@ -43,13 +44,6 @@ namespace mlx_paged {
 namespace {
 
 constexpr uint64_t kSmallestMemory = 256;  // bytes
-
-void check(cudaError_t status, const std::string& what) {
-  if (status != cudaSuccess) {
-    cudaGetLastError();  // clears the error, so that the next call does not report it
-    throw std::runtime_error("[gpu_step] " + what + ": " + cudaGetErrorString(status));
-  }
-}
 
 // True if kernels can start while the previous one ends (kernels/dependent_launch.h).
 bool overlaps_kernels() {
@@ -70,10 +64,10 @@ bool overlaps_kernels() {
 cudaStream_t capture_stream() {
   thread_local std::map<int, cudaStream_t> streams;
   int device = 0;
-  check(cudaGetDevice(&device), "the device");
+  cuda::check(cudaGetDevice(&device), "the device");
   auto& stream = streams[device];
   if (!stream) {
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
+    cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream");
   }
   return stream;
 }
@@ -119,7 +113,7 @@ void run_launch(Launch& launch, std::vector<char*>& addresses, cudaStream_t stre
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
   }
-  check(cudaLaunchKernelExC(&config, symbol, arguments.data()), launch.kernel.host_name);
+  cuda::check(cudaLaunchKernelExC(&config, symbol, arguments.data()), launch.kernel.host_name);
 }
 
 // Calls `run_collective` for collectives.
@@ -148,7 +142,7 @@ class CudaStepDevice : public StepDevice {
   explicit CudaStepDevice(mx::Stream stream)
       : stream_(stream), encoder_(mx::cu::get_command_encoder(stream)) {
     // Sets the device of the CUDA runtime linked here; MLX has its own runtime.
-    check(cudaSetDevice(encoder_.device().cuda_device()), "a device");
+    cuda::check(cudaSetDevice(encoder_.device().cuda_device()), "a device");
   }
 
   Gpu kind() const override { return Gpu::nvidia; }
@@ -193,7 +187,7 @@ class CudaStepDevice : public StepDevice {
         std::any_of(first, last, [](const Launch& launch) { return bool(launch.collective); });
     // MLX runs collectives on its own stream.
     cudaStream_t stream = has_collectives ? cudaStream_t(encoder_.stream()) : capture_stream();
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
+    cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "a capture");
     cudaGraph_t graph = nullptr;
     try {
       run(launches, begin, end, stream);
@@ -205,11 +199,11 @@ class CudaStepDevice : public StepDevice {
       cudaGetLastError();
       throw;
     }
-    check(cudaStreamEndCapture(stream, &graph), "the end of a capture");
+    cuda::check(cudaStreamEndCapture(stream, &graph), "the end of a capture");
     cudaGraphExec_t made = nullptr;
     auto status = cudaGraphInstantiate(&made, graph, 0);
     cudaGraphDestroy(graph);
-    check(status, "a graph of a step");
+    cuda::check(status, "a graph of a step");
     return {made, [](void* graph) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)); }};
   }
 
@@ -234,13 +228,13 @@ class CudaStepDevice : public StepDevice {
       config.gridDim = dim3(blocks, count, 1);
       config.blockDim = dim3(kThreads, 1, 1);
       config.stream = encoder_.stream();
-      check(
+      cuda::check(
           cudaLaunchKernelExC(&config, cuda::find_kernel("copy_inputs"), arguments), "copy_inputs");
     }
   }
 
   void replay(void* captured) override {
-    check(
+    cuda::check(
         cudaGraphLaunch(static_cast<cudaGraphExec_t>(captured), encoder_.stream()),
         "launch of a graph");
   }

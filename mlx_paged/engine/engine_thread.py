@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 # Exceptions out of steps, with no good step in between, that end the engine.
 _MAX_FAILURES = 3
+# Calls that take longer than this together, as those of a burst of requests do, wait for a step.
+_SECONDS_OF_CALLS = 0.005
 
 
 class EngineThread:
@@ -205,6 +207,7 @@ class EngineThread:
             ):
                 if not self._changed.wait(self.engine.idle_interval):
                     break  # for `Engine.on_idle`
+        until = time.monotonic() + _SECONDS_OF_CALLS
         for _ in range(len(self._calls)):
             function, future = self._calls[0]
             is_second_time, self._begun = future is self._begun, future
@@ -221,6 +224,8 @@ class EngineThread:
                         future.set_result(result)
             self._calls.popleft()
             self._begun = None
+            if self.engine.has_unfinished and time.monotonic() >= until:
+                break
         if self._stop_at is None:
             return True
         return self.engine.has_unfinished and time.monotonic() < self._stop_at

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from mlx_paged.core import FinishReason
+from mlx_paged.engine import engine_thread
 from mlx_paged.engine.async_engine import AsyncEngine, RequestStream
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
@@ -199,6 +200,24 @@ def test_bad_words_are_tokenized_off_the_engines_thread(engine, monkeypatch) -> 
 
     run(test())
     assert len(threads) == 2 and "mlx-paged-engine" not in threads
+
+
+def test_many_calls_leave_time_for_steps(engine, monkeypatch) -> None:
+    """Else the device would wait until all requests of a burst have been added."""
+    monkeypatch.setattr(engine_thread, "_SECONDS_OF_CALLS", 0.0)
+
+    async def test() -> None:
+        stream = await engine.add_request(PROMPT, params(300))
+        await anext(stream)
+        all_submitted = threading.Event()
+        engine._thread.submit(lambda _: all_submitted.wait(TIMEOUT))
+        calls = [engine._thread.submit(lambda e: e.stats().num_steps) for _ in range(5)]
+        all_submitted.set()
+        steps = [await asyncio.wrap_future(call) for call in calls]
+        assert steps == sorted(set(steps)), "a step for each call"
+        await stream.aclose()
+
+    run(test())
 
 
 def test_a_lagging_reader_is_woken_once() -> None:
