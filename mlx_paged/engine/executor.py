@@ -121,6 +121,8 @@ class InProcessExecutor:
         self._enter_thread()
         step = PendingStep(batch)
         before = self._pending[-1] if self._pending else None
+        if before is not None and before.launched is not None and before.launched.choose:
+            self._choose(before)
         if before is not None and before.launched is None and before.result is None:
             # The step before must run in parts first, because this step's inputs are its tokens.
             before.result = self._run_in_parts(before)
@@ -173,6 +175,15 @@ class InProcessExecutor:
     def check(self) -> None:
         """See `Executor`. A fault of this device ends no more than its sequences."""
 
+    def _choose(self, step: PendingStep) -> None:
+        """Chooses the tokens of a step, if that has waited for the masks of the host."""
+        if step.launched is None:
+            return
+        try:
+            step.launched.chosen  # noqa: B018
+        except Exception as error:
+            self._abandon(step, error)
+
     def _enter_thread(self) -> None:
         """Waits for steps that another thread launched.
 
@@ -211,14 +222,20 @@ class InProcessExecutor:
             return None
         try:
             if self._wait_actively is not None:
-                self._wait_actively(step.launched.reported)
+                self._wait_actively(step.launched.chosen.reported)
             return self._runner.read(step.launched)
         except Exception as error:
-            self._note(error, step.batch.num_tokens)
-            self._runner.abandon(step.launched)
-            for following in self._pending:  # They use its tokens, so they run when they are read.
-                following.launched = None
+            self._abandon(step, error)
             return None
+
+    def _abandon(self, step: PendingStep, error: Exception) -> None:
+        """Drops the oldest step, which failed, and those that use its tokens. They run again when
+        they are read."""
+        assert step.launched is not None
+        self._note(error, step.batch.num_tokens)
+        self._runner.abandon(step.launched)
+        for pending in self._pending:
+            pending.launched = None
 
     # Steps that failed, or that are too large for the memory.
 

@@ -6,9 +6,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,15 +17,12 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.core import PromptLogprobs, StepBatch, StepResult, StepTable
 from mlx_paged.engine.faults import NO_PERMITTED_TOKEN, POISONS, why_no_token
-from mlx_paged.engine.grammar.worker import MaskWorker
 from mlx_paged.engine.input_tokens import KnownTokens, input_tokens
 from mlx_paged.engine.media import StepMediaBuilder
 from mlx_paged.engine.sampling.logits_processors import (
-    GrammarMasks,
     InFlight,
     apply_edits,
-    has_grammars,
-    make_grammar_masks,
+    awaits_masks,
     only_masks,
 )
 from mlx_paged.engine.sampling.logprobs import (
@@ -48,7 +44,6 @@ from mlx_paged.model.lora import LowRank
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
-from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -58,27 +53,52 @@ _MAX_ORDERED_ROWS = 64
 Places = list[tuple[int, int]]
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step that is running on the device, with the arrays of its results."""
+class Chosen(NamedTuple):
+    """The tokens of a step, while the device chooses them."""
 
-    batch: StepBatch
     # [num_sampled] int32, in the order of the sequences that sample; then those of padding, if any.
     tokens: mx.array
-    # The last pool it writes, to wait for in a step without samples.
-    written: mx.array
     reported: mx.array  # like `tokens`, int32, for the host; -1: see `sample_failure`
-    pools_before: list[mx.array]  # handles of the pools, before it
     sample_failure: SampleFailure | None = None  # None if nothing is sampled
     logprobs: Reported | None = None  # of sampled tokens, if requested
-    prompt_logprobs: Reported | None = None  # of prompt tokens, likewise
+
+    @property
+    def results(self) -> list[mx.array]:
+        """All that the host reads of them."""
+        return [self.reported, *([] if self.logprobs is None else self.logprobs.arrays.arrays)]
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step that is running on the device, with the arrays of its results.
+
+    If masks decide about its tokens, only its forward pass has been launched. Its tokens are chosen
+    when they are first asked for, which must be before the next step is launched. Until then, the
+    host can commit the step before, whose tokens the masks follow.
+    """
+
+    batch: StepBatch
+    written: mx.array  # the last pool it writes, to wait for in a step without samples
+    pools_before: list[mx.array]  # handles of the pools, before it
+    choose: Callable[[], Chosen] | None = None  # None: `chosen` is set
+    prompt_logprobs: Reported | None = None  # of prompt tokens, if requested
     hidden: mx.array | None = None  # [num_tokens, width]: the tapped states of its rows
+
+    @cached_property
+    def chosen(self) -> Chosen:
+        """Its tokens. Launches the sampler when it is first read, unless it has been set."""
+        assert self.choose is not None
+        chosen = self.choose()
+        mx.async_eval(chosen.tokens, *chosen.results)  # type: ignore[no-untyped-call]
+        self.choose = None
+        return chosen
 
     @property
     def results(self) -> list[mx.array]:
         """All that the host reads of it."""
-        reports = [r for r in (self.logprobs, self.prompt_logprobs) if r is not None]
-        return [self.reported, *(a for r in reports for a in r.arrays.arrays)]
+        chosen = self.chosen
+        reports = [r for r in (chosen.logprobs, self.prompt_logprobs) if r is not None]
+        return [chosen.reported, *(a for r in reports for a in r.arrays.arrays)]
 
 
 class StepRows(NamedTuple):
@@ -169,7 +189,6 @@ class ModelRunner:
         self._masks = masks
         self._tables = BlockTableCache()
         self._windows = {group_spec: BlockTableCache() for group_spec in windows}
-        self._mask_worker = MaskWorker[GrammarMasks]()
         self._loaded: dict[int, Any] = {}  # the adapter in each slot of the device
         if num_blocks is not None:
             self.allocate(num_blocks)
@@ -203,7 +222,7 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Builds a step, starts it on the device, and returns immediately.
 
-        It waits only if a sequence has a token mask whose newest token is in flight. A step that
+        Masks wait until the tokens of the step are asked for, see `LaunchedStep`. A step that
         raises leaves no trace: the handles of the pools stay the same.
 
         Args:
@@ -251,32 +270,32 @@ class ModelRunner:
         if it equals the token that was sampled in its place; then the token after it counts, too.
         """
         mx.eval(*launched.results, launched.written)
-        batch = launched.batch
+        batch, chosen = launched.batch, launched.chosen
         if batch.drafts_in_flight is not None:
             batch.drafts_in_flight.fill(batch)
         counts = None if batch.is_decode else batch.num_samples()
         num_sampled = len(batch.seq_ids) if counts is None else sum(counts)
-        sampled: list[int] = np.array(launched.reported)[:num_sampled].tolist()
+        sampled: list[int] = np.array(chosen.reported)[:num_sampled].tolist()
         if counts is None:
             tokens = [[token] for token in sampled]
         else:
             ends = accumulate(counts)
             tokens = [sampled[end - count : end] for end, count in zip(ends, counts)]
         result = StepResult(tokens, hidden=launched.hidden)
-        if min(sampled, default=0) < 0 and launched.sample_failure is not None:
+        if min(sampled, default=0) < 0 and chosen.sample_failure is not None:
             row = 0
             for index, count in enumerate(batch.num_samples()):
                 if count and tokens[index][0] < 0:
                     tokens[index] = []
-                    reason = launched.sample_failure(row)
+                    reason = chosen.sample_failure(row)
                     result.failures.append((index, reason))
                     result.is_poisoned |= reason in POISONS
                 row += count
         if batch.has_drafts:
             _reject_drafts(batch, tokens)
-        if launched.logprobs is not None:
+        if chosen.logprobs is not None:
             result.logprobs = [
-                (index, found[: len(tokens[index])]) for index, found in launched.logprobs.read()
+                (index, found[: len(tokens[index])]) for index, found in chosen.logprobs.read()
             ]
         if launched.prompt_logprobs is not None:
             result.prompt_logprobs = [
@@ -299,7 +318,8 @@ class ModelRunner:
     @staticmethod
     def wait(launched: LaunchedStep) -> None:
         """Waits for a step, for example so that another thread may build on it."""
-        mx.eval(*launched.results, launched.tokens, launched.written)
+        mx.eval(launched.written)  # This thread may only choose its tokens after that.
+        mx.eval(*launched.results, launched.chosen.tokens)
 
     def reset(self) -> None:
         """Drops all steps, including one that was interrupted while it was built.
@@ -318,7 +338,6 @@ class ModelRunner:
 
     def _forget(self) -> None:
         """Clears caches between steps, because an exception may have interrupted an update."""
-        self._mask_worker.wait()
         self._tables = BlockTableCache()
         self._windows = {group_spec: BlockTableCache() for group_spec in self._windows}
 
@@ -331,24 +350,21 @@ class ModelRunner:
         bounds: np.ndarray | None,
     ) -> LaunchedStep:
         self._copy_blocks(batch)
+        before = previous.chosen if isinstance(previous, LaunchedStep) else previous
         targets = batch.prompt_targets
         rows = self._step_rows(batch)
         num_sampled = rows.num_sampled
         metadata: SamplingMetadata = batch.sampling
-        newest, grammars = None, None
+        newest = None
         if num_sampled and metadata.edits:
-            newest = _newest(batch, metadata, previous)
-            if has_grammars(metadata.edits):
-                assert self._masks is not None, "a batch names masks, but there is no source"
-                make = partial(make_grammar_masks, metadata.edits, newest, self._masks)
-                grammars = self._mask_worker.start(make)
+            newest = _newest(batch, metadata, before)
         media, made = None, []
         if self.media is not None:
             overlaps = isinstance(previous, LaunchedStep)
             media = self.media.build(batch, rows.context_lens, rows.query_lens, overlaps=overlaps)
             made = self.media.store.made()
         logits, pools, greedy, taps = self._forward(
-            batch, rows, previous, media=media, features=features, bounds=bounds
+            batch, rows, before, media=media, features=features, bounds=bounds
         )
         hidden = _joined(taps, len(batch.token_ids)) if taps else None
         if self._to_vocabulary is not None:
@@ -359,52 +375,72 @@ class ModelRunner:
             # The host ignores greedy tokens of padding; nothing else is computed for it.
             logits = logits[: len(rows.wanted)]
             greedy = None if greedy is None else Greedy(*(a[: len(rows.wanted)] for a in greedy))
-        if num_sampled:
-            raw = logits
-            if targets:
-                raw, greedy = logits[:num_sampled], None
-            platform = self.model.platform
-            sample_failure = _choose(raw, metadata, newest, grammars, self._masks, greedy, platform)
-            tokens = sample_failure.sampled.tokens
-            for_host = sample_failure.sampled.for_host(sample_failure.model_largest)
-            if greedy is None or for_host is not greedy.reported:  # which is for the host
-                for_host = ops.to_host(for_host)
-            logprobs = _report_samples(raw, tokens, batch, metadata)
-            if self.share_tokens is not None:
-                tokens = self.share_tokens(tokens[:num_sampled])
-                made = [*made, tokens]
-        else:
-            # Nothing to choose: the step only writes to the pools.
-            tokens, logprobs, sample_failure = mx.zeros((0,), dtype=mx.int32), None, None
-            for_host, greedy = tokens, None
+        if hidden is not None:
+            made = [*made, hidden]
         prompt_logprobs = None
         if targets:
             prompt_logprobs = _report_prompts(logits[num_sampled : len(rows.wanted)], targets)
-        launched = LaunchedStep(
-            batch=batch,
-            tokens=tokens,
-            written=pools[-1],
-            reported=for_host,
-            pools_before=pools_before,
-            sample_failure=sample_failure,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            hidden=hidden,
-        )
+            made = [*made, *prompt_logprobs.arrays.arrays]
+        launched = LaunchedStep(batch, pools[-1], pools_before, None, prompt_logprobs, hidden)
+        if not num_sampled:
+            # Nothing to choose: the step only writes to the pools.
+            nothing = mx.zeros((0,), dtype=mx.int32)
+            launched.chosen, greedy = Chosen(nothing, nothing), None
+        else:
+            raw = logits
+            if targets:
+                raw, greedy = logits[:num_sampled], None
+            if metadata.edits and awaits_masks(metadata.edits):
+                launched.choose = partial(self._choose, raw, batch, newest, greedy)
+                mx.async_eval(logits, *pools, *made)  # type: ignore[no-untyped-call]
+                return launched
+            launched.chosen = self._choose(raw, batch, newest, greedy)
+            if self.share_tokens is not None:
+                made = [*made, launched.chosen.tokens]
         # A device program's results were launched with it, and nothing else is requested.
-        results = launched.results
-        is_program = greedy is not None and for_host is greedy.reported and len(results) == 1
-        if hidden is not None:
-            made = [*made, hidden]
+        results, reported = launched.results, launched.chosen.reported
+        is_program = greedy is not None and reported is greedy.reported and len(results) == 1
         if made or not is_program:
             mx.async_eval(*results, *pools, *made)  # type: ignore[no-untyped-call]
         return launched
+
+    def _choose(
+        self, raw: mx.array, batch: StepBatch, newest: InFlight | None, greedy: Greedy | None
+    ) -> Chosen:
+        """Chooses the tokens of a step, and determines why a row has none.
+
+        Args:
+            raw: ``[num_sampled, vocab_size]`` logits.
+            newest: See `_newest`.
+            greedy: The greedy choice, if the step has computed it.
+        """
+        metadata: SamplingMetadata = batch.sampling
+        platform = self.model.platform
+        if not metadata.edits:
+            sampled = sample(raw, metadata, greedy, platform=platform)
+            failure = SampleFailure(sampled, None, False, {})
+        else:
+            # A mask hides only finite values.
+            model_largest = None
+            if not only_masks(metadata.edits):
+                model_largest = largest_of(raw, platform) if greedy is None else greedy.largest
+            edited = apply_edits(raw, metadata.edits, newest, self._masks)
+            sampled = sample(edited.logits, metadata, platform=platform)
+            failure = SampleFailure(sampled, model_largest, True, edited.failed)
+        for_host = sampled.for_host(failure.model_largest)
+        if greedy is None or for_host is not greedy.reported:  # which is for the host
+            for_host = ops.to_host(for_host)
+        tokens = sampled.tokens
+        logprobs = _report_samples(raw, tokens, batch, metadata)
+        if self.share_tokens is not None:
+            tokens = self.share_tokens(tokens[: sum(batch.num_samples())])
+        return Chosen(tokens, for_host, failure, logprobs)
 
     def _forward(
         self,
         batch: StepBatch,
         rows: StepRows,
-        previous: LaunchedStep | KnownTokens | None,
+        previous: Chosen | KnownTokens | None,
         *,
         media: StepMedia | None = None,
         features: mx.array | None = None,
@@ -413,7 +449,8 @@ class ModelRunner:
         """Builds the model's part of a step: the same graph on every rank, whose collectives meet.
 
         Args:
-            previous, features, bounds: See `launch`.
+            previous: The tokens of the step before, if the batch uses any of them.
+            features, bounds: See `launch`.
             media: Inputs of media items.
         """
         inputs = self._inputs(
@@ -578,7 +615,7 @@ def _is_greedy(metadata: SamplingMetadata) -> bool:
 
 
 def _newest(
-    batch: StepBatch, metadata: SamplingMetadata, previous: LaunchedStep | KnownTokens | None
+    batch: StepBatch, metadata: SamplingMetadata, previous: Chosen | KnownTokens | None
 ) -> InFlight | None:
     """Returns where the newest tokens are, if an edit needs them and any is in flight."""
     if previous is None:
@@ -591,32 +628,6 @@ def _newest(
     if not any(source[i] >= 0 for i, _ in metadata.edits):
         return None
     return InFlight(previous.tokens, source, previous.reported)
-
-
-def _choose(
-    raw: mx.array,
-    metadata: SamplingMetadata,
-    newest: InFlight | None,
-    grammars: Future[GrammarMasks] | None,
-    masks: MaskSource | None,
-    greedy: Greedy | None,
-    platform: Platform,
-) -> SampleFailure:
-    """Chooses the tokens of a step, and determines why a row has none.
-
-    Args:
-        raw: ``[num_sampled, vocab_size]`` logits.
-        greedy: The greedy choice, if the step has computed it.
-    """
-    if not metadata.edits:
-        return SampleFailure(sample(raw, metadata, greedy, platform=platform), None, False, {})
-    # A mask hides only finite values.
-    model_largest = None
-    if not only_masks(metadata.edits):
-        model_largest = largest_of(raw, platform) if greedy is None else greedy.largest
-    edited = apply_edits(raw, metadata.edits, newest, grammars, masks)
-    sampled = sample(edited.logits, metadata, platform=platform)
-    return SampleFailure(sampled, model_largest, True, edited.failed)
 
 
 def _report_samples(

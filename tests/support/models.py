@@ -271,7 +271,7 @@ class StepDriver:
         names = [row.request_id for row in rows if row.samples]
         if not names:
             assert not captured, "a step that samples nothing has no use for logits"
-            mx.eval(launched.tokens)
+            mx.eval(launched.chosen.tokens)
             return launched, {}
         [logits] = captured
         is_padded = self.runner.model.platform.repeats_steps and logits.shape[0] > len(names)

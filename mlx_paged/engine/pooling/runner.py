@@ -14,7 +14,7 @@ from mlx_paged.core import PooledStates, StepBatch, StepResult
 from mlx_paged.engine.faults import HIDDEN_NOT_FINITE
 from mlx_paged.engine.input_tokens import KnownTokens
 from mlx_paged.engine.pooling.params import MEAN, PoolerConfig, PoolingParams
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.runner import Chosen, LaunchedStep, ModelRunner
 from mlx_paged.model.classification import ClassificationHead
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.paged_model import PagedModel
@@ -120,7 +120,7 @@ class PooledPrompt:
         return vector.astype(np.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LaunchedPooling(LaunchedStep):
     """A step of prompts to be pooled."""
 
@@ -129,7 +129,7 @@ class LaunchedPooling(LaunchedStep):
 
     @property
     def results(self) -> list[mx.array]:
-        return [self.reported, *([] if self.pooled is None else [self.pooled])]
+        return [self.chosen.reported, *([] if self.pooled is None else [self.pooled])]
 
 
 class PoolingRunner(ModelRunner):
@@ -181,14 +181,9 @@ class PoolingRunner(ModelRunner):
             pooled = ops.to_host(hidden.astype(mx.float32).view(mx.int32))
         pools = self.model.pools()
         launched = LaunchedPooling(
-            batch=batch,
-            tokens=nothing,
-            written=pools[-1],
-            reported=nothing,
-            pools_before=pools_before,
-            places=tuple(places),
-            pooled=pooled,
+            batch, pools[-1], pools_before, places=tuple(places), pooled=pooled
         )
+        launched.chosen = Chosen(nothing, nothing)
         mx.async_eval(*launched.results, *pools, *taps)  # type: ignore[no-untyped-call]
         return launched
 

@@ -36,7 +36,7 @@ from mlx_paged.engine.ranks.messages import (
     StepReader,
 )
 from mlx_paged.engine.ranks.peers import shared_tokens
-from mlx_paged.engine.runner import LaunchedStep, ModelRunner
+from mlx_paged.engine.runner import Chosen, LaunchedStep, ModelRunner
 from mlx_paged.model.media import StepMedia
 
 # Seconds without a message after which a fault of the newest step is looked for.
@@ -69,7 +69,8 @@ class FollowRunner(ModelRunner):
         """Runs the model as rank 0 does, and takes the tokens that rank 0 chooses."""
         self._copy_blocks(batch)
         rows = self._step_rows(batch)
-        logits, pools, _, taps = self._forward(batch, rows, previous, media=self.step_media)
+        before = previous.chosen if isinstance(previous, LaunchedStep) else previous
+        logits, pools, _, taps = self._forward(batch, rows, before, media=self.step_media)
         chosen = mx.zeros((rows.num_sampled,), dtype=mx.int32)
         if rows.num_sampled:
             # After the collectives of the model, as on rank 0.
@@ -77,7 +78,9 @@ class FollowRunner(ModelRunner):
             chosen = shared_tokens(chosen, self._collective)
         wanted = [logits] if len(rows.wanted) else []
         mx.async_eval(*wanted, chosen, *pools, *taps)  # type: ignore[no-untyped-call]
-        return LaunchedStep(batch, chosen, pools[-1], chosen, pools_before)
+        launched = LaunchedStep(batch, pools[-1], pools_before)
+        launched.chosen = Chosen(chosen, chosen)
+        return launched
 
 
 class FollowPoolingRunner(PoolingRunner):

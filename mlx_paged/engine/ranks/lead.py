@@ -159,6 +159,7 @@ class RanksExecutor(InProcessExecutor):
         self._is_launching = True
         with self._group.operation():
             super().launch(batch)
+            self._choose(self._pending[-1])  # The other ranks wait for the tokens.
         self._is_launching = False
 
     def read(self) -> StepResult:

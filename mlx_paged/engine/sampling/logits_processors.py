@@ -8,7 +8,6 @@ computed there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from mlx_paged import ops
 from mlx_paged.engine.faults import is_interrupt, reason_of
 from mlx_paged.engine.grammar.matcher import Words
-from mlx_paged.engine.sampling.masks import FilledMasks, Mask, MaskKey, MaskSource
+from mlx_paged.engine.sampling.masks import Mask, MaskKey, MaskSource
 from mlx_paged.errors import InvalidParameterError
 
 IntArray = npt.NDArray[np.int32]
@@ -159,7 +158,6 @@ def apply_edits(
     logits: mx.array,
     edited: list[tuple[int, LogitEdits]],
     in_flight: InFlight | None,
-    grammars: Future[GrammarMasks] | None = None,
     masks: MaskSource | None = None,
 ) -> Edited:
     """Applies the rows' edits, in vLLM's order: mask, biases and bans, penalties.
@@ -168,15 +166,14 @@ def apply_edits(
         logits: ``[num_rows, vocab_size]``.
         edited: (row, edits) in the order of rows, for rows with edits.
         in_flight: Location of the newest tokens; None if all are known.
-        grammars: Result of `make_grammar_masks` for these edits; required if `has_grammars`.
-        masks: Makes token masks; required if an edit names one.
+        masks: Makes masks; required if `awaits_masks`.
     """
     failed: dict[int, str] = {}
     if not edited:
         return Edited(logits, failed)
     edits = logits
     if any(edit.has_mask for _, edit in edited):
-        edits = _apply_masks(edits, edited, in_flight, grammars, masks, failed)
+        edits = _apply_masks(edits, edited, in_flight, masks, failed)
     if only_masks(edited):
         return Edited(edits, failed)
     edits = edits.astype(mx.float32)
@@ -237,69 +234,28 @@ def _penalize(
     return _assign(logits, (at, ids), values)
 
 
-class GrammarMasks(NamedTuple):
-    """The tokens that the grammars of a step allow."""
-
-    newest: Sequence[int | None]  # [num_rows]; None: known before, or missing
-    rows: list[int]  # rows with a grammar
-    words: Words  # [len(rows), num_words of the tokenizer]
-    failed: dict[int, str]  # rows whose mask failed, with the reason; their mask is empty
-
-
 def only_masks(edited: list[tuple[int, LogitEdits]]) -> bool:
     """Returns True if the edits keep every logit that is not finite."""
     return all(edit.additions is None and edit.penalties is None for _, edit in edited)
 
 
-def has_grammars(edited: list[tuple[int, LogitEdits]]) -> bool:
-    """True if the edits of a step need `make_grammar_masks`."""
-    return any(edit.grammar is not None for _, edit in edited)
-
-
-def make_grammar_masks(
-    edited: list[tuple[int, LogitEdits]], in_flight: InFlight | None, masks: MaskSource
-) -> GrammarMasks:
-    """Waits for the newest tokens, and makes the grammars' masks. Any thread may call it."""
-    newest = _newest_of(edited, in_flight)
-    named = [(i, edit.grammar) for i, edit in edited if edit.grammar is not None]
-    filled: FilledMasks = masks.grammar_masks(
-        [key for _, key in named], [newest[i] for i, _ in named]
-    )
-    rows = [i for i, _ in named]
-    failed = {rows[place]: reason for place, reason in filled.failed.items()}
-    return GrammarMasks(newest, rows, filled.words, failed)
-
-
-def _newest_of(
-    edited: list[tuple[int, LogitEdits]], in_flight: InFlight | None
-) -> Sequence[int | None]:
-    if in_flight is not None:
-        return in_flight.on_host()
-    return [None] * (edited[-1][0] + 1)
+def awaits_masks(edited: list[tuple[int, LogitEdits]]) -> bool:
+    """True if the host makes masks for these edits, once it knows the newest tokens."""
+    return any(edit.grammar is not None or edit.mask is not None for _, edit in edited)
 
 
 def _apply_masks(
     logits: mx.array,
     edited: list[tuple[int, LogitEdits]],
     in_flight: InFlight | None,
-    grammars: Future[GrammarMasks] | None,
     masks: MaskSource | None,
     failed: dict[int, str],
 ) -> mx.array:
     masked = [(i, edit) for i, edit in edited if edit.has_mask]
-    newest: Sequence[int | None] = []
-    made: GrammarMasks | None = None
-    if any(edit.mask is not None or edit.grammar is not None for _, edit in masked):
-        # Masks are made on the host after it has waited for the newest tokens. The device runs the
-        # whole forward pass in the meantime.
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        if grammars is not None:
-            made = grammars.result()
-            newest = made.newest
-            failed |= made.failed
-        else:
-            newest = _newest_of(masked, in_flight)
-    words = _words(masked, made, -(-logits.shape[1] // 32))
+    newest: Sequence[int | None] = [None] * (masked[-1][0] + 1)
+    if in_flight is not None and awaits_masks(masked):
+        newest = in_flight.on_host()
+    words = _words(masked, newest, -(-logits.shape[1] // 32), masks, failed)
     for place, (i, edit) in enumerate(masked):
         if edit.allowed is not None:
             words[place] &= packed(edit.allowed, logits.shape[1])
@@ -325,15 +281,24 @@ def _apply_masks(
 
 
 def _words(
-    masked: list[tuple[int, LogitEdits]], made: GrammarMasks | None, num_words: int
+    masked: list[tuple[int, LogitEdits]],
+    newest: Sequence[int | None],
+    num_words: int,
+    masks: MaskSource | None,
+    failed: dict[int, str],
 ) -> Words:
     """Returns the grammars' masks ``[len(masked), num_words]``, full for rows without a grammar."""
-    if made is None:
+    keys = [edit.grammar for _, edit in masked if edit.grammar is not None]
+    if not keys:
         return np.full((len(masked), num_words), -1, np.int32)
-    if len(made.rows) == len(masked) and made.words.shape[1] == num_words:
+    assert masks is not None, "an edit names a grammar's mask, but there is no source of masks"
+    places = [place for place, (_, edit) in enumerate(masked) if edit.grammar is not None]
+    rows = [masked[place][0] for place in places]
+    made = masks.grammar_masks(keys, [newest[row] for row in rows])
+    failed |= {rows[place]: reason for place, reason in made.failed.items()}
+    if len(keys) == len(masked) and made.words.shape[1] == num_words:
         return made.words
     words = np.full((len(masked), num_words), -1, np.int32)
-    places = [place for place, (_, edit) in enumerate(masked) if edit.grammar is not None]
     words[places] = made.words[:, :num_words]
     return words
 

@@ -37,7 +37,7 @@ class MaskKey(NamedTuple):
 class FilledMasks(NamedTuple):
     """Masks of several rows."""
 
-    words: Words  # [num_rows, num_words of the tokenizer]
+    words: Words  # [num_rows, num_words of the tokenizer], until the next masks are made
     failed: dict[int, str]  # indices whose mask failed, with the reason; their mask is empty
 
 
@@ -63,7 +63,8 @@ class SequenceMasks:
     """
 
     def __init__(self, num_words: int = 0) -> None:
-        self._num_words = num_words
+        # Reused, because new memory costs as much as the masks.
+        self._words: Words = np.empty((0, num_words), np.int32)
         self._sequences: dict[int, CoreSequence] = {}
 
     def watch(self, sequences: Iterable[CoreSequence]) -> None:
@@ -73,9 +74,13 @@ class SequenceMasks:
 
     def grammar_masks(self, keys: Sequence[MaskKey], newest: Sequence[int | None]) -> FilledMasks:
         """See `MaskSource`."""
-        words = np.full((len(keys), self._num_words), -1, np.int32)
+        if len(self._words) < len(keys):
+            self._words = np.empty((len(keys), self._words.shape[1]), np.int32)
+        words = self._words[: len(keys)]
         # The others have finished, and their tokens are discarded.
         places = [p for p, key in enumerate(keys) if key.seq_id in self._sequences]
+        if len(places) < len(keys):
+            words.fill(-1)
         failed: dict[int, str] = {}
         try:
             # A sequence's matcher follows one draft after another.
@@ -104,7 +109,8 @@ class SequenceMasks:
         own = words if len(places) == len(words) else words[places]
         fill_masks(matchers, own)
         for mask, place, sampler, each in zip(own, places, samplers, known):
-            sampler.narrow(mask, *each, keys[place].position)
+            if sampler.narrows:
+                sampler.narrow(mask, *each, keys[place].position)
         if own is not words:
             words[places] = own
         return {p: m.failed for p, m in zip(places, matchers) if m.failed is not None}

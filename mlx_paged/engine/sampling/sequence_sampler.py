@@ -123,6 +123,7 @@ class RequestSampling:
         self.biases = _additions(bias, set())
         self.permitted = self._permitted(bans, vocab_size)
         self.early_permitted = self._permitted(early_bans, vocab_size)
+        self.narrows = bool(first_bans or self.long_bad_words or self.allowed is not None)
         if self.grammar is not None and self.rules is not None:
             self._require_a_token_of_the_grammar(self.grammar, self.rules, first_bans)
         self.prediction: tuple[int, ...] = ()
@@ -292,10 +293,12 @@ class SequenceSampler:
         row: The settings that do not change from token to token.
         has_edits: True if `edits` must be called before each token.
         has_grammar: True if the answer follows a grammar.
+        narrows: True if other parameters forbid tokens that a grammar may allow.
     """
 
     def __init__(self, sampling: RequestSampling, index: int) -> None:
         params = sampling.params
+        self.narrows = sampling.narrows
         self.has_edits = sampling.has_edits
         self.has_grammar = sampling.grammar is not None
         self.row = SamplingRow(

@@ -80,7 +80,8 @@ class BlockDrafter(HeadDrafter):
             return StartedDrafts(lambda: [None] * len(wanted))
         if self._head.chain is None:
             sampled = [member for member in members for _ in range(member.max_drafts)]
-            drafts.add(launched.tokens, launched.reported, sampled, range(len(sampled)))
+            chosen = launched.chosen
+            drafts.add(chosen.tokens, chosen.reported, sampled, range(len(sampled)))
         else:
             drafts = self._draw(self._head.chain, batch, members, launched)
         if any(each.seq.sampler.has_grammar for each in wanted):

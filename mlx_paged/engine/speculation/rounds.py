@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
@@ -26,13 +25,7 @@ from mlx_paged.core import BlockCopy, StepBatch, StepTable
 from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
-from mlx_paged.engine.sampling.logits_processors import (
-    GrammarMasks,
-    LogitEdits,
-    apply_edits,
-    has_grammars,
-    make_grammar_masks,
-)
+from mlx_paged.engine.sampling.logits_processors import LogitEdits, apply_edits
 from mlx_paged.engine.sampling.masks import MaskKey, SequenceMasks
 from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
@@ -155,7 +148,8 @@ class DraftRounds:
             for member, end in zip(sampled, ends):
                 member.newest = end - 1
             places = [member.newest for member in sampled]
-            drafts.add(previous.tokens, previous.reported, sampled, places)
+            chosen = previous.chosen
+            drafts.add(chosen.tokens, chosen.reported, sampled, places)
             if not number:
                 drafts.hidden = previous.hidden
             if is_read:
@@ -269,11 +263,7 @@ def edited_logits(logits: mx.array, settings: SamplingMetadata, masks: SequenceM
         settings: See `draft_settings`.
         masks: The source of the grammars' masks.
     """
-    grammars: Future[GrammarMasks] | None = None
-    if has_grammars(settings.edits):
-        grammars = Future()
-        grammars.set_result(make_grammar_masks(settings.edits, None, masks))
-    return apply_edits(logits, settings.edits, None, grammars, masks).logits
+    return apply_edits(logits, settings.edits, None, masks).logits
 
 
 def _features_after(
