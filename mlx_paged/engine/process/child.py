@@ -1,17 +1,10 @@
-"""EngineProcess: the engine's side of a `ProcessEngine`.
-
-``python -c "from mlx_paged.engine.process.child import main; main()" SOCKET``: the server's process
-starts it so, with an inherited socket.
-"""
+"""EngineProcess: the engine's side of a `ProcessEngine`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import signal
-import socket
-import sys
 import threading
 from typing import Any
 
@@ -35,26 +28,8 @@ from mlx_paged.engine.process.pipe import Pipe
 from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.errors import MlxPagedError
 
-# As in `server.run`: the engine's thread should not wait long while a request is checked.
-_SWITCH_INTERVAL = 0.0005
 # Seconds for the last messages to be read.
 _LAST_WORDS = 5.0
-
-
-def main() -> None:
-    """Runs an engine until the server's process ends it, or ends itself."""
-    # The server gets these signals, too, and ends its requests in order.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
-    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        start: Start = pipe.receive()
-    except EOFError:
-        sys.exit(1)
-    if start.prepare is not None:
-        start.prepare()
-    asyncio.run(EngineProcess(pipe, start).run())
 
 
 class EngineProcess:
@@ -176,7 +151,3 @@ class EngineProcess:
 def _sendable(error: Exception) -> Exception:
     """Returns an error that the other process can read."""
     return error if isinstance(error, MlxPagedError) else RuntimeError(reason_of(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the process to end after its last message, before it is killed.
 _GRACE = 10.0
-_ENTRY = "mlx_paged.engine.process.child"
+_ENTRY = "mlx_paged.engine.process.entry"
 
 
 class ProcessEngine:
@@ -61,12 +61,13 @@ class ProcessEngine:
 
     Args:
         start: The model, and the options of its engine. Their values are checked here.
+        prepare: Called first in the child, by name. It configures its log, for example.
 
     Attributes:
         pid: The child's process id.
     """
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, prepare: Callable[[], object] | None = None) -> None:
         EngineConfig(**start.options)
         ours, theirs = socket.socketpair()
         # Same sys.path as here, without the working directory.
@@ -93,6 +94,7 @@ class ProcessEngine:
         self._answers: dict[int, RemoteAnswer] = {}  # by number, of unfinished requests
         self._requests: dict[int, RemoteRequest] = {}  # the same, by their first answer's number
         self._sleepers: list[Channel] = []  # whose readers must be woken; only for `_receive`
+        self._pipe.send(prepare)
         self._pipe.send(start)
         self._thread = threading.Thread(target=self._receive, name="mlx-paged-news", daemon=True)
         self._thread.start()
@@ -113,10 +115,11 @@ class ProcessEngine:
 
         Args:
             model, dtype, generation_config: See `AsyncEngine.from_model`.
-            prepare, make_on_kernel: See `Start`.
+            prepare: See the class.
+            make_on_kernel: See `Start`.
             options: Fields of `EngineConfig`.
         """
-        return cls(Start(model, dtype, generation_config, options, prepare, make_on_kernel))
+        return cls(Start(model, dtype, generation_config, options, make_on_kernel), prepare)
 
     async def ready(self) -> None:
         """Waits until the engine is ready. Raises the error if it could not be made."""

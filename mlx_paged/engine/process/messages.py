@@ -17,12 +17,11 @@ from mlx_paged.kernels import OnKernel
 
 @dataclass(frozen=True)
 class Start:
-    """Makes the engine; the first message.
+    """Makes the engine; the first message after a function that prepares the process, or None.
 
     Attributes:
         model, dtype, generation_config: See `mlx_paged.load`.
         options: Fields of `EngineConfig`.
-        prepare: Called first, by name: it configures the process's log, for example.
         make_on_kernel: Makes the engine's `on_kernel`, by name.
     """
 
@@ -30,7 +29,6 @@ class Start:
     dtype: str
     generation_config: Mapping[str, Any] | None
     options: Mapping[str, Any]
-    prepare: Callable[[], object] | None
     make_on_kernel: Callable[[], OnKernel] | None
 
 
