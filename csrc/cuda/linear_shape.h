@@ -17,14 +17,14 @@ struct LinearAdapters {
   int count;                      // 0: none
   int rank;                       // a multiple of 8, as are the rows of weights with adapters
   int num_units;                  // of work for the first blocks, one each
+  int rows_of_unit;               // of x, a multiple of kAdapterRows
   int num_blocks;                 // the first blocks: whole clusters
   int target[kLinearMaxWeights];  // index of each weight among those with adapters; -1: none
 };
 
-// A unit's rows of x and of the first matrix, and the parts of k.
-constexpr int kAdapterRows = 8;
-constexpr int kAdapterRanks = 16;
-constexpr int kAdapterParts = 4;
+constexpr int kAdapterRows = 8;    // of x that are multiplied at once
+constexpr int kAdapterRanks = 16;  // of a unit: rows of the first matrix
+constexpr int kAdapterParts = 4;   // of k
 
 // Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), written to the first weight's output.
@@ -46,7 +46,7 @@ struct LinearParams {
   CodeOrder out_order;      // order of the outputs, whose number is a multiple of its run
   LinearAdapters adapters;  // linear_stream and linear_quantised_stream only
 };
-static_assert(sizeof(LinearParams) == 92, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 96, "the same for every compiler");
 
 // Parameters of products of rows with one weight of each of their experts (metal/experts.h), or
 // with its gate and up. A launch covers `max_items` items; the step's items come first.
@@ -56,7 +56,7 @@ struct ExpertProductParams {
   int top_k;
   int is_first;  // gathers x by row and stores results by place; otherwise the reverse
 };
-static_assert(sizeof(ExpertProductParams) == 104, "the same for every compiler");
+static_assert(sizeof(ExpertProductParams) == 108, "the same for every compiler");
 
 // A row's columns are summed in one fixed order, so its result does not depend on the number of
 // rows: the columns form kLinearParts parts, each summed in order, and the parts are added
@@ -78,7 +78,7 @@ constexpr int kWgmmaTiles = 8;           // tiles of eight rows of x in sm_90a's
 constexpr int kStreamRows = 64;          // weight rows per block, sixteen per warp
 constexpr int kStreamBytes = 96 * 1024;  // maximum ring: two blocks fit a multiprocessor
 constexpr int kStreamMaxBlocks =
-    264;  // limit when columns are divided: two for each of 132 multiprocessors
+    264;  // two for each of 132 multiprocessors: limit when columns are divided
 constexpr int kStreamMinChunks = 4;  // minimum per block after division
 constexpr int kStreamThreads = 32 * (kStreamRows / kLinearRows + 1);  // one producer warp
 constexpr int kStreamPitch = kStreamRows + 4;  // floats between rows of a block's results

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -59,18 +60,27 @@ void bind_after_parts(
   }
 }
 
-// Returns adapters with the blocks that a launch puts in front of its own, in whole clusters.
-LinearAdapters with_blocks(const LinearParams& params, uint32_t cluster) {
-  LinearAdapters adapters = params.adapters;
-  if (adapters.count > 0) {
-    auto targets = std::count_if(
-        adapters.target, adapters.target + params.num_weights, [](int t) { return t >= 0; });
-    int row_tiles = int(div_up(params.num_rows, kAdapterRows));
-    int rank_tiles = int(div_up(adapters.rank, kAdapterRanks));
-    adapters.num_units = kAdapterParts * row_tiles * rank_tiles * int(targets);
-    adapters.num_blocks = int(div_up(adapters.num_units, cluster) * cluster);
+// Puts blocks for adapters in front of a launch's own, which are clusters of `cluster`. A unit has
+// as few rows as lets all blocks run at once, because later ones would end last.
+void put_adapters_first(Launch& launch, LinearAdapters& adapters, int num_rows, int cluster) {
+  if (adapters.count == 0) {
+    return;
   }
-  return adapters;
+  auto targets = std::count_if(
+      std::begin(adapters.target), std::end(adapters.target), [](int t) { return t >= 0; });
+  int rank_tiles = int(div_up(adapters.rank, kAdapterRanks));
+  int& rows = adapters.rows_of_unit = kAdapterRows;
+  auto set_blocks = [&] {
+    int row_tiles = int(div_up(num_rows, rows));
+    adapters.num_units = kAdapterParts * row_tiles * rank_tiles * int(targets);
+    adapters.num_blocks = int(div_up(adapters.num_units, cluster)) * cluster;
+  };
+  set_blocks();
+  while (rows<num_rows&& int(launch.grid[0]) + adapters.num_blocks> kStreamMaxBlocks) {
+    rows *= 2;
+    set_blocks();
+  }
+  launch.grid[0] += adapters.num_blocks;
 }
 
 // Warpgroup products give the same bits; single-warp products are faster for few rows.
@@ -100,8 +110,8 @@ Launch linear_launch(
     launch.threadgroup_memory =
         uses_wgmma(tiles, tma) ? wgmma_scratch(tiles) : stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
-    params.adapters = with_blocks(params, blocks);
-    launch.grid = {params.adapters.num_blocks + num_tiles * blocks, 1, 1};
+    launch.grid = {num_tiles * blocks, 1, 1};
+    put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
     launch.threadgroup = {kStreamThreads, 1, 1};
     launch.maps.push_back(map_of_x(params, tiles));
     for (int i = 0; i < params.num_weights; i++) {
@@ -254,8 +264,8 @@ Launch quantised_launch(
     uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamMinColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
-    params.adapters = with_blocks(params, blocks);
-    launch.grid = {params.adapters.num_blocks + num_tiles * blocks, 1, 1};
+    launch.grid = {num_tiles * blocks, 1, 1};
+    put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
     launch.threadgroup = {
         uint32_t(by_wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads), 1, 1};
     launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, true);
@@ -433,7 +443,7 @@ void take_adapters(LinearParams& params, LinearOperands& operands, const Product
   auto operand_at = [&up = up](int buffer) { return up.buffers[buffer].operand; };
   params.is_gated = lora.is_gated;
   params.has_residual = lora.has_residual;
-  params.adapters = {lora.num_adapters, lora.rank, 0, 0, {-1, -1, -1}};
+  params.adapters = {lora.num_adapters, lora.rank, 0, 0, 0, {-1, -1, -1}};
   operands.residual = operand_at(Adapters::kResidual);
   operands.hidden = operand_at(Adapters::kHidden);
   operands.adapters = operand_at(Adapters::kAdapters);

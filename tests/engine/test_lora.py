@@ -21,7 +21,7 @@ from support.embedded_llm import check_at_rest, make
 from support.family_configs import config_of
 from support.models import embedded, embedded_twin, tiny_config, tiny_model
 from support.parity import family_model
-from support.reference import ON_GPU
+from support.reference import HEAD_DIM, ON_GPU
 
 from mlx_paged import LLM, AsyncEngine, LoadedModel, LoRARequest, SamplingParams
 from mlx_paged.engine import memory
@@ -32,7 +32,7 @@ from mlx_paged.errors import InvalidParameterError
 NUM_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LLAMA = tiny_config("llama", tied=False)
+LLAMA = tiny_config("llama", tied=False, head_dim=HEAD_DIM)
 PROMPTS = [
     np.random.default_rng(i).integers(0, LLAMA["vocab_size"], 5 + 9 * i).tolist() for i in range(3)
 ]
@@ -96,7 +96,8 @@ def test_rows_of_different_adapters_share_steps(adapters: list[Path]) -> None:
         )
         assert_fused(outputs, [paths[i] for i in order], [prompts[i] for i in order])
     compilation = llm.stats().compilation
-    assert compilation.refused is None and not compilation.foreign
+    # (A GPU has no products of float32 weights of its own.)
+    assert (ON_GPU or compilation.refused is None) and not compilation.foreign
     assert llm.stats().num_faults == 0
     check_at_rest(llm)
 
@@ -128,6 +129,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.skipif(ON_GPU, reason="heads of 16 dims have no kernel on a GPU")
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
@@ -198,6 +200,7 @@ def test_steps_without_adapters_are_the_same_graphs(adapters: list[Path]) -> Non
     assert kept, "the steps were compiled"
 
 
+@pytest.mark.skipif(ON_GPU, reason="float32 weights have products of other libraries on a GPU")
 def test_a_row_has_the_same_bits_in_any_company(adapters: list[Path]) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=3)
     llm = llama(max_loras=3, enable_prefix_caching=False)

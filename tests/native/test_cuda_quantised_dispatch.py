@@ -167,7 +167,16 @@ def params_of(launch: dict[str, Any]) -> dict[str, int]:
     names = ("num_rows", "k", "x_stride", "num_weights", "is_gated", "has_residual", "head_dim")
     names += ("n0", "n1", "n2", "bias0", "bias1", "bias2")
     names += ("x_is_ordered", "out_run", "out_apart")
-    names += ("num_adapters", "rank", "num_units", "num_blocks", "target0", "target1", "target2")
+    names += (
+        "num_adapters",
+        "rank",
+        "num_units",
+        "rows_of_unit",
+        "num_blocks",
+        "target0",
+        "target1",
+        "target2",
+    )
     return dict(zip(names, np.frombuffer(launch["constants"], np.int32).tolist(), strict=True))
 
 
@@ -322,8 +331,8 @@ def test_products_add_their_adapters(tma: str, suffix: str) -> None:
     for launch, params, targets in zip(products, (gated, down), ([0, 1], [0])):
         assert [params[name] for name in ("num_adapters", "rank")] == [2, 8]
         assert [params[f"target{i}"] for i in range(len(targets))] == targets
-        # For each target: four tiles of rows, and four parts of the columns.
-        assert params["num_units"] == 16 * len(targets)
+        # For each target: four times eight rows, and four parts of the columns.
+        assert params["num_units"] == 16 * len(targets) and params["rows_of_unit"] == 8
         assert params["num_blocks"] == params["num_units"]  # whole clusters
         num_tiles = params["n0"] // (64 if params["is_gated"] else 128)
         cluster = params["k"] // 1024
@@ -333,6 +342,22 @@ def test_products_add_their_adapters(tma: str, suffix: str) -> None:
     assert hidden[1] == counts[1] == "read_write"
     assert len({b[0] for b in (hidden, chosen, counts, a0, a1, b0, b1)}) == 7 and a2 == a1
     assert b2[0] == products[0]["buffers"][0][0]
+
+
+def test_blocks_for_adapters_leave_room_for_the_others() -> None:
+    """256 blocks for gate and up, and eight more: all run at once on 132 multiprocessors."""
+    n, k, rows = 8192, 256, 32
+    weights = [mx.zeros((n, k), mx.bfloat16) for _ in range(2)]
+    slots, a, b = (mx.zeros(rows, mx.int32), *(mx.zeros((2, 16, s), mx.bfloat16) for s in (k, n)))
+    mx.eval(weights, slots, a, b)
+
+    def build(x: mx.array) -> list[mx.array]:
+        return [ops.silu_mul(*(ops.lora(ops.linear(x, w), x, slots, a, b) for w in weights))]
+
+    [launch] = launches_of(build, rows, k)
+    params = params_of(launch)
+    assert [params[name] for name in ("num_units", "rows_of_unit", "num_blocks")] == [8, 32, 8]
+    assert launch["grid"] == (264, 1, 1)
 
 
 @pytest.mark.parametrize(("tma", "rank"), [("none", 8), ("wgmma", 12)])

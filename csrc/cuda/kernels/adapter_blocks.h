@@ -11,8 +11,9 @@
 
 namespace mlx_paged::cuda {
 
-// One block's unit: eight rows of x, sixteen of `a` for one target, and one part of the columns.
-// WARPS: warps that multiply. They take turns at steps of 32 columns, which each sums in order.
+// One block's unit: some rows of x, eight at a time, sixteen of `a` for one target, and one part of
+// the columns. WARPS: warps that multiply. They take turns at steps of 32 columns, which each sums
+// in order.
 template <typename T, int WARPS>
 struct AdapterBlock {
   static constexpr int kRanks = kAdapterRanks;  // the rows of an mma
@@ -26,17 +27,20 @@ struct AdapterBlock {
   int target;
   int first_rank;
   int first_row;
+  int end_row;
   int part;
 
   __device__ __forceinline__
   AdapterBlock(const LinearParams& params, const AdapterOperands<T>& operands)
       : params(params), operands(operands) {
-    const int row_tiles = (params.num_rows + kRows - 1) / kRows;
+    const int rows = params.adapters.rows_of_unit;
+    const int row_tiles = (params.num_rows + rows - 1) / rows;
     const int rank_tiles = (params.adapters.rank + kRanks - 1) / kRanks;
     int unit = blockIdx.x;
     part = unit % kAdapterParts;
     unit /= kAdapterParts;
-    first_row = unit % row_tiles * kRows;
+    first_row = unit % row_tiles * rows;
+    end_row = min(first_row + rows, params.num_rows);
     unit /= row_tiles;
     first_rank = unit % rank_tiles * kRanks;
     target = unit / rank_tiles;
@@ -49,28 +53,31 @@ struct AdapterBlock {
     paged::let_next_kernel_begin();
     const bool exists = int(blockIdx.x) < params.adapters.num_units;
     const int warp = threadIdx.x / 32;
-    if (exists && warp < WARPS) {
-      fetch();
+    for (int row = first_row; exists && warp < WARPS && row < end_row; row += kRows) {
+      fetch(row);
     }
     paged::wait_for_kernel_before();
     if (!exists) {
       return;
     }
-    if (warp < WARPS) {
-      sums_of_warps[threadIdx.x] = multiply(x, warp, chunk_of);
-    }
-    __syncthreads();
-    if (warp == 0) {
-      float4 sum = sums_of_warps[threadIdx.x];
+#pragma unroll 1
+    for (int row = first_row; row < end_row; row += kRows) {
+      if (warp < WARPS) {
+        sums_of_warps[threadIdx.x] = multiply(x, row, warp, chunk_of);
+      }
+      __syncthreads();
+      if (warp == 0) {
+        float4 sum = sums_of_warps[threadIdx.x];
 #pragma unroll
-      for (int w = 1; w < WARPS; w++) {
-        sum = sum_of(sum, sums_of_warps[32 * w + threadIdx.x]);
+        for (int w = 1; w < WARPS; w++) {
+          sum = sum_of(sum, sums_of_warps[32 * w + threadIdx.x]);
+        }
+        store(row, sum);
       }
-      store(sum);
-      __syncwarp();
-      if (threadIdx.x == 0) {
-        finished_blocks(params, operands).add();
-      }
+      __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+      finished_blocks(params, operands).add();
     }
   }
 
@@ -92,9 +99,10 @@ struct AdapterBlock {
     return adapter >= 0 && adapter < params.adapters.count ? adapter : -1;
   }
 
-  // The next adapter of the rows after `adapter`; kNone after the last one. Called by whole warps.
-  __device__ __forceinline__ int adapter_after(int adapter) const {
-    const int ours = adapter_of(first_row + threadIdx.x % kRows);
+  // The next adapter after `adapter` of the rows from `row` on; kNone after the last one. Called by
+  // whole warps.
+  __device__ __forceinline__ int adapter_after(int adapter, int row) const {
+    const int ours = adapter_of(row + threadIdx.x % kRows);
     return __reduce_min_sync(~0u, ours > adapter ? ours : kNone);
   }
 
@@ -105,40 +113,44 @@ struct AdapterBlock {
     return a + (size_t(adapter) * params.adapters.rank + rank) * params.k;
   }
 
-  // Prefetches the part of `a`. A step may still compute `adapters`; a wrong prefetch does no harm.
-  __device__ __forceinline__ void fetch() const {
+  // Prefetches the part of `a` for rows from `row` on. A step may still compute `adapters`; a wrong
+  // prefetch does no harm.
+  __device__ __forceinline__ void fetch(int row) const {
     constexpr int kColumnsOfLine = 128 / sizeof(T);
     const int begin = steps().begin * kLinearStep;
     const int lines = ((steps().end * kLinearStep - begin) + kColumnsOfLine - 1) / kColumnsOfLine;
-    for (int adapter = adapter_after(-1); adapter != kNone; adapter = adapter_after(adapter)) {
+    int adapter = adapter_after(-1, row);
+    for (; adapter != kNone; adapter = adapter_after(adapter, row)) {
       for (int i = threadIdx.x; i < kRanks * lines; i += 32 * WARPS) {
         paged::fetch_to_l2(row_of_a(adapter, i % kRanks) + begin + i / kRanks * kColumnsOfLine);
       }
     }
   }
 
-  // Returns a warp's sums: of ranks r and r + 8 and rows 2c and 2c + 1 for lane 4 r + c.
+  // Returns a warp's sums for rows from `first` on: of ranks r and r + 8 and rows 2c and 2c + 1 for
+  // lane 4 r + c.
   template <typename ChunkOf>
-  __device__ __forceinline__ float4 multiply(const T* x, int warp, ChunkOf chunk_of) const {
+  __device__ __forceinline__ float4
+  multiply(const T* x, int first, int warp, ChunkOf chunk_of) const {
     const int lane = threadIdx.x % 32;
     const Steps steps = this->steps();
-    const T* row = x + size_t(min(first_row + lane / 4, params.num_rows - 1)) * params.x_stride;
-    const int chosen[2] = {
-        adapter_of(first_row + lane % 4 * 2), adapter_of(first_row + lane % 4 * 2 + 1)};
+    const T* row = x + size_t(min(first + lane / 4, params.num_rows - 1)) * params.x_stride;
+    const int chosen[2] = {adapter_of(first + lane % 4 * 2), adapter_of(first + lane % 4 * 2 + 1)};
     float kept[4] = {};
 #pragma unroll 1
-    for (int adapter = adapter_after(-1); adapter != kNone; adapter = adapter_after(adapter)) {
+    for (int adapter = adapter_after(-1, first); adapter != kNone;
+         adapter = adapter_after(adapter, first)) {
       const Eight* low = reinterpret_cast<const Eight*>(row_of_a(adapter, lane / 4));
       const Eight* high = reinterpret_cast<const Eight*>(row_of_a(adapter, lane / 4 + 8));
       float sums[4] = {};
 #pragma unroll 1
-      for (int first = steps.begin + warp; first < steps.end; first += WARPS * kStepsAtOnce) {
+      for (int begin = steps.begin + warp; begin < steps.end; begin += WARPS * kStepsAtOnce) {
         Eight lows[kStepsAtOnce];
         Eight highs[kStepsAtOnce];
         Eight xs[kStepsAtOnce];
 #pragma unroll
         for (int i = 0; i < kStepsAtOnce; i++) {
-          const int step = first + WARPS * i;
+          const int step = begin + WARPS * i;
           const int chunk = min(step, steps.end - 1) * 4 + lane % 4;
           lows[i] = low[chunk];
           highs[i] = high[chunk];
@@ -160,14 +172,14 @@ struct AdapterBlock {
     return make_float4(kept[0], kept[1], kept[2], kept[3]);
   }
 
-  // Writes the sums of a lane.
-  __device__ __forceinline__ void store(float4 sum) const {
+  // Writes the sums of a lane for rows from `first` on.
+  __device__ __forceinline__ void store(int first, float4 sum) const {
     const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int rank = first_rank + lane / 4 + i / 2 * 8;
-      const int row = first_row + lane % 4 * 2 + i % 2;
+      const int row = first + lane % 4 * 2 + i % 2;
       if (rank < params.adapters.rank && row < params.num_rows) {
         const size_t at = size_t(target * params.num_rows + row) * kAdapterParts + part;
         operands.hidden[at * params.adapters.rank + rank] = sums[i];

@@ -175,12 +175,12 @@ struct TestAdapters {
   // Params of a launch, whose results it will not have written yet.
   mlx_paged::cuda::LinearAdapters params(int rows, int cluster) {
     using namespace mlx_paged::cuda;
-    LinearAdapters params{kCount, rank, 0, 0, {-1, -1, -1}};
+    LinearAdapters params{kCount, rank, 0, cluster * kAdapterRows, 0, {-1, -1, -1}};
     int targets = int(std::count(changed.begin(), changed.end(), true));
     for (size_t i = 0; i < ns.size(); i++) {
       params.target[i] = target(i);
     }
-    int row_tiles = (rows + kAdapterRows - 1) / kAdapterRows;
+    int row_tiles = (rows + params.rows_of_unit - 1) / params.rows_of_unit;
     int rank_tiles = (rank + kAdapterRanks - 1) / kAdapterRanks;
     params.num_units = kAdapterParts * row_tiles * rank_tiles * targets;
     params.num_blocks = (params.num_units + cluster - 1) / cluster * cluster;
