@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,13 @@ from starlette.requests import Request
 
 from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.reader import is_gguf, parts_of
-from mlx_paged.model.directory import embedded_model, model_directory
+from mlx_paged.model.directory import (
+    check_files,
+    check_path,
+    config_of,
+    embedded_model,
+    model_directory,
+)
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.registry import ModelRegistry
@@ -42,14 +47,26 @@ class ModelFiles:
 
     def __init__(self, path: str | None) -> None:
         self._name = str(embedded_model()) if path is None else path
+        self._weights: Sequence[Path] = ()  # once they are there
 
     @property
     def directory(self) -> Path | None:
         """The directory of config.json; None for a GGUF file or a model that is not downloaded."""
         return model_directory(self._name)
 
-    @cached_property
-    def _weights(self) -> Sequence[Path]:
+    def check(self) -> None:
+        """Refuses a path from which no model can be loaded, as the load does, but at once.
+
+        Raises:
+            ModelLoadError: It gives the reason.
+        """
+        check_path(self._name)
+        directory = Path(self._name)
+        if directory.is_dir():
+            config_of(self._name, directory)
+            check_files(self._name, directory)
+
+    def _find_weights(self) -> Sequence[Path]:
         if is_gguf(self._name):
             try:
                 return parts_of(Path(self._name))
@@ -61,6 +78,7 @@ class ModelFiles:
     @property
     def weight_bytes(self) -> int | None:
         """Bytes of its weights on disk; None if they are not there."""
+        self._weights = self._weights or self._find_weights()
         sizes = [file.stat().st_size for file in self._weights if file.is_file()]
         return sum(sizes) if sizes else None
 

@@ -73,13 +73,21 @@ class Machine:
         self.processes[spec.name] = process = Process(self, spec)
         return process
 
-    def pool(self, *specs: ModelSpec, budget: float = 2.5, max_waiting: int = 8) -> ModelPool:
-        given = specs or tuple(map(model, "abc"))
-        return ModelPool(given, self.start, budget=int(budget * GIB), max_waiting=max_waiting)
+    def pool(
+        self, *specs: ModelSpec, budget: float = 2.5, max_waiting: int = 8, patience: float = 0
+    ) -> ModelPool:
+        return ModelPool(
+            specs or tuple(map(model, "abc")),
+            self.start,
+            budget=int(budget * GIB),
+            max_waiting=max_waiting,
+            patience=patience,
+        )
 
 
-def model(name: str, **fields: Any) -> ModelSpec:
-    return ModelSpec(name, f"/nowhere/{name}", **{"kv_bytes": 600 << 20, **fields})
+def model(name: str, path: str | None = None, **fields: Any) -> ModelSpec:
+    """A model that is not on this machine."""
+    return ModelSpec(name, path or f"nowhere/{name}", **{"kv_bytes": 600 << 20, **fields})
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -149,6 +157,47 @@ async def test_a_model_in_use_stays_and_the_error_names_the_budget() -> None:
     leases[1].release()
     await used(pool, "c")
     assert machine.events == ["+a", "+b", "-b", "+c"]
+
+
+@run
+async def test_a_load_waits_for_the_end_of_a_request() -> None:
+    machine = Machine()
+    pool = machine.pool(budget=1.5, patience=60)
+    lease = pool.lease("a")
+    await lease.ready()
+    waiting = asyncio.create_task(used(pool, "b"))
+    await settled()
+    assert machine.events == ["+a"] and not waiting.done()
+    second = pool.lease("a")
+    lease.release()
+    await settled()
+    assert machine.events == ["+a"] and not waiting.done(), "another request has come"
+    second.release()
+    await waiting
+    assert machine.events == ["+a", "-a", "+b"]
+
+
+@run
+async def test_a_load_that_could_never_fit_does_not_wait() -> None:
+    specs = model("a", pinned=True), model("b"), model("large", kv_bytes=2 * GIB)
+    pool = Machine().pool(*specs, patience=60)
+    leases = [pool.lease(name) for name in ("a", "b")]
+    for lease in leases:
+        await lease.ready()
+    with pytest.raises(ApiError, match="in use") as caught:
+        await at_once(used(pool, "large"))
+    assert caught.value.code == "model_too_large"
+
+
+@run
+async def test_no_model_goes_for_one_whose_path_is_wrong() -> None:
+    machine = Machine()
+    pool = machine.pool(model("a"), model("wrong", "/nowhere/wrong"), budget=1.5)
+    await used(pool, "a")
+    with pytest.raises(ApiError, match="there is no such directory") as caught:
+        await at_once(used(pool, "wrong"))
+    assert caught.value.code == "model_failed"
+    assert machine.events == ["+a"] and states(pool) == "a:loaded wrong:failed"
 
 
 @run
@@ -318,7 +367,7 @@ def test_names() -> None:
     pool = machine.pool(model("a", aliases=("first",), adapters=("sql",)), model("b"))
     for name, found in ((None, "a"), ("default", "a"), ("first", "a"), ("sql", "a"), ("b", "b")):
         assert pool.find(name).name == found
-    assert pool.find("/nowhere/b").name == "b"
+    assert pool.find("nowhere/b").name == "b"
     with pytest.raises(ApiError, match="a, first, sql, b"):
         pool.find("c")
     for twice in (model("b", aliases=("a",)), model("b", adapters=("first",)), model("default")):

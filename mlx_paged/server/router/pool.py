@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_paged.errors import ModelLoadError
 from mlx_paged.server.catalog import ModelFiles, ModelState, ModelStatus
 from mlx_paged.server.config import DEFAULT_TAG
 from mlx_paged.server.errors import MEMORY_BUDGET, RETRY_AFTER, ApiError, shorten, unavailable
@@ -37,6 +38,9 @@ T = TypeVar("T")
 _GIB = 1 << 30
 # Seconds to wait for an idle process to exit.
 _IDLE_DRAIN = 10.0
+# Seconds to wait for room. A client that changes models sends its next request before its last one
+# has ended here.
+_PATIENCE = 1.0
 
 
 class KeepAlive(Enum):
@@ -182,6 +186,7 @@ class ModelPool:
         start: Starts the process of a model.
         budget: Maximum bytes of all loaded models together.
         max_waiting: Maximum requests that wait for one model to be loaded.
+        patience: Seconds for which a load waits until requests on other models leave it room.
     """
 
     def __init__(
@@ -191,6 +196,7 @@ class ModelPool:
         *,
         budget: int,
         max_waiting: int = 1024,
+        patience: float = _PATIENCE,
     ) -> None:
         specs = tuple(specs)
         check_names(specs)
@@ -198,6 +204,7 @@ class ModelPool:
         self.budget = budget
         self._start = start
         self._max_waiting = max_waiting
+        self._patience = patience
         self._making_room = asyncio.Lock()
         self._turn = 0
         self._is_closing = False
@@ -379,6 +386,7 @@ class ModelPool:
         began = time.monotonic()
         model.failure = None
         try:
+            model.files.check()  # No other model must go for one that cannot be loaded.
             if model.stopping is not None:
                 await asyncio.wait({model.stopping})
             async with self._making_room:
@@ -388,7 +396,7 @@ class ModelPool:
             model.loaded = await process.loaded()
         except ApiError as no_room:
             return no_room
-        except (ProcessFailedError, OSError) as failure:
+        except (ProcessFailedError, ModelLoadError, OSError) as failure:
             model.failure = str(failure)
             logger.error("the model %s could not be loaded: %s", model.name, failure)
             error = unavailable(
@@ -417,15 +425,32 @@ class ModelPool:
         Raises:
             ApiError: 503 or 507, it does not fit next to those that must stay.
         """
+        give_up_at = time.monotonic() + self._patience
         while self._in_use(model) + model.memory > self.budget:
             stopping = [m.stopping for m in self.models if m.stopping is not None]
             if stopping:
                 await asyncio.wait(stopping)
                 continue
             idle = [m for m in self.models if m.is_idle and not m.spec.pinned]
-            if not idle:
+            if idle:
+                await self._unload(min(idle, key=lambda m: m.turn))
+            elif not await self._some_ended(model, give_up_at - time.monotonic()):
                 raise self._no_room(model)
-            await self._unload(min(idle, key=lambda m: m.turn))
+
+    async def _some_ended(self, model: PooledModel, seconds: float) -> bool:
+        """Waits until the last request has ended on a model that could make room for another."""
+        if self._kept_from(model) + model.memory > self.budget or seconds <= 0:
+            return False
+        used = [m for m in self.models if m.is_loaded and not m.spec.pinned]
+        ends = [asyncio.ensure_future(m.unused.wait()) for m in used]
+        if not ends:
+            return False
+        try:
+            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        return bool(done)
 
     async def _shrink(self) -> None:
         """Unloads idle models while the loaded ones exceed the budget."""
@@ -444,6 +469,11 @@ class ModelPool:
         """Returns the bytes that running processes take from the budget."""
         return sum(m.memory for m in self.models if m.process is not None and m is not other_than)
 
+    def _kept_from(self, model: PooledModel) -> int:
+        """Returns the bytes of other models that are never unloaded to make room."""
+        others = (m for m in self.models if m.process is not None and m is not model)
+        return sum(m.memory for m in others if m.spec.pinned)
+
     def _no_room(self, model: PooledModel) -> ApiError:
         others = [m for m in self.models if m.process is not None and m is not model]
         stay = ", ".join(f"{m.name} {m.memory / _GIB:.1f} GiB ({_why_it_stays(m)})" for m in others)
@@ -452,8 +482,7 @@ class ModelPool:
             f"{self._in_use(model) / _GIB:.1f} of {self.budget / _GIB:.1f} GiB (--memory-budget) "
             f"are in use: {stay or 'by no model'}"
         )
-        kept = sum(m.memory for m in others if m.spec.pinned)
-        if kept + model.memory > self.budget:
+        if self._kept_from(model) + model.memory > self.budget:
             return ApiError(507, message, code="model_too_large")
         return unavailable(message, MEMORY_BUDGET)
 
