@@ -60,7 +60,7 @@ class AnswerState:
         text: The text; deferred if there are no stop strings.
         sink: Receives its updates.
         grammar: The sampler, if the answer follows a grammar, which may end it.
-        is_plain: True if it has begun and the next tokens need neither a check nor a report.
+        is_plain: True if it has begun, and updates consist of tokens until it ends.
         positions: Log-probabilities of the tokens of the current step.
         pieces: Texts of tokens that `check` has taken and no update has reported.
         is_end_shown: True if the token that ended the answer is part of the text.
@@ -468,7 +468,7 @@ class OutputProcessor:
             if state.output.metrics.first_token_time is None:
                 self._note_first_token(state)
         if update.finish_reason is None:
-            answer.is_plain = seq.stop_checker is None and state.params.logprobs is None
+            answer.is_plain = isinstance(text, DeferredText) and state.params.logprobs is None
         else:
             completion.stop_reason = update.stop_reason
             completion.error = update.error

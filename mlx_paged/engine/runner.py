@@ -392,7 +392,8 @@ class ModelRunner:
                 raw, greedy = logits[:num_sampled], None
             if metadata.edits and awaits_masks(metadata.edits):
                 launched.choose = partial(self._choose, raw, batch, newest, greedy)
-                mx.async_eval(logits, *pools, *made)  # type: ignore[no-untyped-call]
+                if made or greedy is None:  # A device program was launched when it was built.
+                    mx.async_eval(logits, *pools, *made)  # type: ignore[no-untyped-call]
                 return launched
             launched.chosen = self._choose(raw, batch, newest, greedy)
             if self.share_tokens is not None:
