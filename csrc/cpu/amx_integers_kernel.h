@@ -128,7 +128,7 @@ struct CodeTiles {
   uint8_t* at(int group, int v) const { return codes + (int64_t(group) * kVectors + v) * kBytes; }
 
   void fill(const WeightView& w, int64_t column, int columns) const {
-    read_codes<Bits>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
+    read_codes<Bits, true>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
       uint8_t* to = at(group, v) + unit * kTileRowBytes;
       if constexpr (Block::kInHalves) {
         _mm512_store_si512(to, _mm512_slli_epi16(read, 4));
@@ -326,8 +326,7 @@ inline void amx_product_of(const IntegerProductArgs& args, int64_t begin, int64_
   }
 }
 
-// Least rows for tiles. On an Emerald Rapids, tiles take 1.2 to 1.6 times as long as integer_block
-// for eight and twelve rows, which cost them as much as sixteen, and 0.9 times as long for sixteen.
+// Least rows for tiles of AMX, to which eight and twelve rows cost as much as sixteen.
 constexpr int kMinAmxRows = 16;
 
 template <int Bits, int Digits, typename Tiles>
@@ -335,10 +334,10 @@ inline void amx_product(const IntegerProductArgs& args, int64_t begin, int64_t e
   const bool tiles = args.rows >= kMinAmxRows;
   if (Bits == 4 && args.weights.bits == 4) {
     return tiles ? amx_product_of<4, Digits, Tiles>(args, begin, end)
-                 : integer_columns<4, Digits>(args, begin, end);
+                 : integer_product_of<4, Digits>(args, begin, end);
   }
   tiles ? amx_product_of<8, Digits, Tiles>(args, begin, end)
-        : integer_columns<8, Digits>(args, begin, end);
+        : integer_product_of<8, Digits>(args, begin, end);
 }
 
 // Bits: the least that are served.
@@ -348,8 +347,8 @@ constexpr IntegerKernels kAmxKernelsOf = {
     Digits,
     round_for_amx<Bits, Digits, kMinAmxRows>,
     amx_product<Bits, Digits, Tiles>,
-    kMinAmxRows,
+    kMinTileRows,
     RowBlock<Bits, Digits>::kCodeBytes,
-    {int(sizeof(RowBlock<Bits, Digits>::digits))}};
+    {int(sizeof(RowBlock<Bits, Digits>::digits)), kMinAmxRows}};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

@@ -72,7 +72,8 @@ constexpr int kRowBlock = 16;
 // A block of kRowBlock rows has, for each group of activations, digits, then scales, then sums of
 // the rows: kRowBlock floats each.
 struct RowBlockLayout {
-  int digit_bytes = 0;  // 0: rows are stored as chunks
+  int digit_bytes = 0;
+  int min_rows = 0;  // fewer rows are stored as chunks; 0: all
 
   int64_t group_bytes() const { return digit_bytes + 2 * kRowBlock * int64_t(sizeof(float)); }
   int64_t bytes(int k) const { return k / kIntegerGroup * group_bytes(); }
@@ -91,13 +92,13 @@ struct IntegerKernels {
   // Minimum rows for repacking the codes of kIntegerTileColumns columns at a time, in the caller's
   // memory; 0: never.
   int min_tile_rows;
-  int code_bytes = 1;             // of a repacked code
-  RowBlockLayout blocks = {};     // digit_bytes is 0 without tiles
+  int code_bytes = 1;  // of a repacked code
+  RowBlockLayout blocks = {};
   bool leaves_many_rows = false;  // to a BLAS, which is faster
 
   bool uses_tiles(int rows) const { return min_tile_rows > 0 && rows >= min_tile_rows; }
 
-  bool uses_blocks(int rows) const { return blocks.digit_bytes > 0 && uses_tiles(rows); }
+  bool uses_blocks(int rows) const { return blocks.min_rows > 0 && rows >= blocks.min_rows; }
 
   int64_t row_bytes(int k) const { return int64_t(num_integer_chunks(k)) * chunk_bytes; }
 

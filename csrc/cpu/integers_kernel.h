@@ -144,7 +144,7 @@ inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) 
 
 // Scales or biases of four columns; those of weight group i start at [4 * i].
 struct ColumnScales {
-  alignas(64) float values[(kScaleGroups + 3) * kBlockOfColumns] = {};
+  alignas(64) float values[(kScaleGroups + 3) * kBlockOfColumns];
 
   // Scales of a part of a chunk whose first weight group is `first`; a weight group spans 1 <<
   // shift activation groups.
@@ -154,7 +154,10 @@ struct ColumnScales {
     static const int64_t kQuarters[3][8] = {
         {0, 1, 2, 3, 4, 5, 6, 7}, {0, 1, 0, 1, 2, 3, 2, 3}, {0, 1, 0, 1, 0, 1, 0, 1}};
     (void)part;
-    return (VecF)_mm512_permutexvar_epi64(load_as<__m512i>(kQuarters[shift]), load_as<__m512i>(at));
+    // No wider than needed: a load that spans two stores waits until both are in the cache.
+    const __m512i groups =
+        shift == 0 ? load_as<__m512i>(at) : _mm512_castsi256_si512(load_as<__m256i>(at));
+    return (VecF)_mm512_permutexvar_epi64(load_as<__m512i>(kQuarters[shift]), groups);
 #elif defined(__AVX2__)
     return (VecF)_mm256_set_m128(
         load_as<__m128>(at + ((2 * part + 1) >> shift) * kBlockOfColumns),
@@ -165,13 +168,47 @@ struct ColumnScales {
   }
 };
 
+#if defined(__AVX512F__)
+// The same for types of 16 bits, which are interleaved before they are widened.
 template <typename T>
-inline void read_scales(const T* const* from, int first, int count, ColumnScales& to) {
+inline void read_halves(const T* const* from, int count, ColumnScales& to) {
+  const __mmask16 mask = count >= kScaleGroups ? 0xffff : (1u << count) - 1;
+  __m256i rows[kBlockOfColumns];
+  for (int j = 0; j < kBlockOfColumns; j++) {
+    rows[j] = _mm256_maskz_loadu_epi16(mask, from[j]);
+  }
+  const __m256i ab = _mm256_unpacklo_epi16(rows[0], rows[1]);
+  const __m256i cd = _mm256_unpacklo_epi16(rows[2], rows[3]);
+  const __m256i ab_high = _mm256_unpackhi_epi16(rows[0], rows[1]);
+  const __m256i cd_high = _mm256_unpackhi_epi16(rows[2], rows[3]);
+  // Groups 2 * i, 2 * i + 1, and those eight later.
+  const __m256i groups[4] = {
+      _mm256_unpacklo_epi32(ab, cd), _mm256_unpackhi_epi32(ab, cd),
+      _mm256_unpacklo_epi32(ab_high, cd_high), _mm256_unpackhi_epi32(ab_high, cd_high)};
+  for (int i = 0; i < 4; i++) {
+    const __m512i wide = (__m512i)widened(groups[i], T{});
+    float* at = to.values + 2 * i * kBlockOfColumns;
+    _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm512_castsi512_si256(wide));
+    if (count > 8) {
+      at += 8 * kBlockOfColumns;
+      _mm256_store_si256(reinterpret_cast<__m256i*>(at), _mm512_extracti64x4_epi64(wide, 1));
+    }
+  }
+}
+#endif
+
+template <typename T>
+inline void read_scales(const T* const* from, int count, ColumnScales& to) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 2) {
+    return read_halves(from, count, to);
+  }
+#endif
   count = count < kScaleGroups ? count : kScaleGroups;
   alignas(64) float rows[kBlockOfColumns][kScaleGroups];
   for (int j = 0; j < kBlockOfColumns; j++) {
     for (int i = 0; i < kScaleGroups; i += kWidth) {
-      const T* p = from[j] + first + i;
+      const T* p = from[j] + i;
       int left = count - i;
       store(rows[j] + i, left >= kWidth ? load(p) : left > 0 ? load_tail(p, left) : VecF{});
     }
@@ -219,57 +256,85 @@ inline VecF whole_sum(const VecI (&sums)[2]) {
   return to_float((VecU)sums[0]) * 256.0f + to_float((VecU)sums[1]);
 }
 
+// Lengths that all columns of a product share.
+struct ColumnExtents {
+  int groups;  // of weights
+  int shift;   // group_shift
+  int chunks;
+  int whole_chunks;
+
+  explicit ColumnExtents(const WeightView& w)
+      : groups(w.k / w.group_size),
+        shift(group_shift(w.group_size)),
+        chunks(num_integer_chunks(w.k)),
+        whole_chunks(w.k / kIntegerChunk) {}
+};
+
+// Reads the scales and biases of up to kScaleGroups groups of four columns, from group `first` on.
+inline void read_block_scales(
+    const WeightView& w, const ColumnExtents& of, int64_t column, int columns, int first,
+    ColumnScales& scales, ColumnScales& biases) {
+  with_type(w.dtype, [&](auto type) {
+    using T = decltype(type);
+    const T *s[kBlockOfColumns], *b[kBlockOfColumns];
+    int64_t at = column * of.groups + first;
+    for (int j = 0; j < kBlockOfColumns; j++) {
+      s[j] = static_cast<const T*>(w.scales) + at;
+      b[j] = static_cast<const T*>(w.biases) + at;
+      at += j + 1 < columns ? of.groups : 0;
+    }
+    const int ahead = kBlocksAhead * kBlockOfColumns * of.groups;
+    for (int j = 0; j < kBlockOfColumns; j++) {
+      __builtin_prefetch(s[j] + ahead, 0, 2);
+      __builtin_prefetch(b[j] + ahead, 0, 2);
+    }
+    read_scales(s, of.groups - first, scales);
+    read_scales(b, of.groups - first, biases);
+  });
+}
+
 // Computes up to four columns; missing ones repeat the last.
 template <int Bits, int Digits, int Rows>
-inline void integer_block(const IntegerProductArgs& args, int row, int64_t column, int columns) {
+inline void integer_block(
+    const IntegerProductArgs& args, const ColumnExtents& of, int row, int64_t column, int columns) {
   constexpr int kSums = kIntegerSums<Bits, Digits>;
   constexpr int kBytes = kIntegerChunk * Bits / 8;
   const WeightView& w = args.weights;
-  const int groups = w.k / w.group_size;
-  const int chunks = num_integer_chunks(w.k);
-  const int whole = w.k / kIntegerChunk;
-  const int shift = group_shift(w.group_size);
+  const int chunks = of.chunks;
+  const int whole = of.whole_chunks;
+  const int shift = of.shift;
   const uint8_t* p[kBlockOfColumns];
-  int64_t first_scale[kBlockOfColumns];
-  // A row's incomplete last chunk, padded with zeros.
-  alignas(64) uint8_t last[kBlockOfColumns][kBytes];
+  const uint8_t* next = static_cast<const uint8_t*>(w.data) + column * w.row_bytes;
   for (int j = 0; j < kBlockOfColumns; j++) {
-    int64_t at = column + (j < columns ? j : columns - 1);
-    p[j] = static_cast<const uint8_t*>(w.data) + at * w.row_bytes;
-    first_scale[j] = at * groups;
-    if (whole < chunks) {
-      copy_tail(last[j], p[j] + whole * kBytes, (w.k % kIntegerChunk) * Bits / 8, kBytes);
+    p[j] = next;
+    next += j + 1 < columns ? w.row_bytes : 0;
+  }
+  // Codes past a column's end meet zeros, so the next column's may stand there, but not memory past
+  // the matrix.
+  alignas(64) uint8_t last[kBlockOfColumns][kBytes];
+  const bool copies = whole < chunks && (w.n - column - columns) * w.row_bytes < kBytes;
+  if (copies) {
+    const int bytes = (w.k % kIntegerChunk) * Bits / 8;
+    for (int j = 0; j < kBlockOfColumns; j++) {
+      copy_tail(last[j], p[j] + whole * kBytes, bytes, kBytes);
     }
   }
+  const int in_place = copies ? whole : chunks;
   ColumnScales scales, biases;
-  auto read = [&](int first) {
-    with_type(w.dtype, [&](auto type) {
-      using T = decltype(type);
-      const T *s[kBlockOfColumns], *b[kBlockOfColumns];
-      for (int j = 0; j < kBlockOfColumns; j++) {
-        s[j] = static_cast<const T*>(w.scales) + first_scale[j];
-        b[j] = static_cast<const T*>(w.biases) + first_scale[j];
-        __builtin_prefetch(s[j] + first + kBlocksAhead * kBlockOfColumns * groups, 0, 2);
-        __builtin_prefetch(b[j] + first + kBlocksAhead * kBlockOfColumns * groups, 0, 2);
-      }
-      read_scales(s, first, groups - first, scales);
-      read_scales(b, first, groups - first, biases);
-    });
-  };
   auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
   VecF sums[Rows][kParts] = {};
   // Prefetches one long run: the columns after the next ones, and their scales.
   const uint8_t* ahead = p[0] + kBlocksAhead * kBlockOfColumns * w.row_bytes;
-  const int chunks_of_scales = kScaleGroups * w.group_size / kIntegerChunk;
+  const int chunks_of_scales = kScaleGroups / kIntegerGroups << shift;
   for (int c = 0; c < chunks; c++) {
-    const int within = c % chunks_of_scales;
+    const int within = c & (chunks_of_scales - 1);
     if (within == 0) {
-      read(c * kIntegerGroups >> shift);
+      read_block_scales(w, of, column, columns, c * kIntegerGroups >> shift, scales, biases);
     }
     const int first = within * kIntegerGroups >> shift;
     const uint8_t* codes[kBlockOfColumns];
     for (int j = 0; j < kBlockOfColumns; j++) {
-      codes[j] = c < whole ? p[j] + c * kBytes : last[j];
+      codes[j] = c < in_place ? p[j] + c * kBytes : last[j];
       for (int byte = 0; byte < kBytes; byte += 64, ahead += 64) {
         __builtin_prefetch(ahead, 0, 2);
       }
@@ -306,33 +371,40 @@ inline void integer_block(const IntegerProductArgs& args, int row, int64_t colum
       }
     }
   }
+  typedef float Columns __attribute__((vector_size(kBlockOfColumns * sizeof(float))));
   for (int i = 0; i < Rows; i++) {
-    float quarters[kIntegerGroups][kBlockOfColumns];
+    Columns quarters[kIntegerGroups];
     __builtin_memcpy(quarters, sums[i], sizeof(quarters));
+    const Columns total = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
     float* out = args.c + int64_t(row + i) * args.ldc + column;
+    if (columns == kBlockOfColumns) {
+      __builtin_memcpy(out, &total, sizeof(total));
+      continue;
+    }
     for (int j = 0; j < columns; j++) {
-      out[j] = (quarters[0][j] + quarters[1][j]) + (quarters[2][j] + quarters[3][j]);
+      out[j] = total[j];
     }
   }
 }
 
 template <int Bits, int Digits>
 inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+  const ColumnExtents of(args.weights);
   for (int64_t column = begin; column < end; column += kBlockOfColumns) {
     int columns = end - column < kBlockOfColumns ? int(end - column) : kBlockOfColumns;
     int row = 0;
     for (; row + 4 <= args.rows; row += 4) {
-      integer_block<Bits, Digits, 4>(args, row, column, columns);
+      integer_block<Bits, Digits, 4>(args, of, row, column, columns);
     }
     switch (args.rows - row) {
       case 1:
-        integer_block<Bits, Digits, 1>(args, row, column, columns);
+        integer_block<Bits, Digits, 1>(args, of, row, column, columns);
         break;
       case 2:
-        integer_block<Bits, Digits, 2>(args, row, column, columns);
+        integer_block<Bits, Digits, 2>(args, of, row, column, columns);
         break;
       case 3:
-        integer_block<Bits, Digits, 3>(args, row, column, columns);
+        integer_block<Bits, Digits, 3>(args, of, row, column, columns);
         break;
     }
   }

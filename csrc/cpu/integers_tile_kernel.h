@@ -6,13 +6,12 @@
 #pragma once
 
 #include "integers_kernel.h"
-#include "transpose.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 #if defined(__AVX512VNNI__)
-template <int Digits>
-constexpr int kMinTileRows = Digits == 1 ? 24 : 32;
+// Repacking takes as long as multiplying two or three rows.
+constexpr int kMinTileRows = 8;
 
 struct IntegerTile {
   static constexpr int kVectors = kIntegerTileColumns / kWidth;
@@ -34,44 +33,88 @@ struct IntegerTile {
   void fill(const WeightView& w, int64_t column, int columns) const;
 };
 
-// Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns;
-// groups past the end of k are zeros. Prefetches the next columns, which the next call reads after
-// all rows were multiplied by these.
-template <int Bits, typename Put>
+// Sixteen columns of a matrix, as addresses of their first bytes.
+using ColumnBytes = const uint8_t* [kWidth];
+
+// Loads words 4 * i to 4 * i + 3 at `byte` of each column: lane j of to[i] is word i of column j.
+// Bytes from `left` on count as zeros.
+inline void load_words(const ColumnBytes& p, int64_t byte, int left, __m512i (&to)[4]) {
+  auto quarter = [&](int column) {
+    const uint8_t* at = p[column] + byte;
+    return left >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))
+                      : _mm_maskz_loadu_epi8(__mmask16((1u << left) - 1), at);
+  };
+  __m512i rows[4];  // quarter q of rows[j]: the words of column 4 * q + j
+  for (int j = 0; j < 4; j++) {
+    // Inserting quarters from memory keeps the one port that shuffles free.
+    rows[j] = _mm512_castsi128_si512(quarter(j));
+    rows[j] = _mm512_inserti32x4(rows[j], quarter(4 + j), 1);
+    rows[j] = _mm512_inserti32x4(rows[j], quarter(8 + j), 2);
+    rows[j] = _mm512_inserti32x4(rows[j], quarter(12 + j), 3);
+  }
+  const __m512i low01 = _mm512_unpacklo_epi32(rows[0], rows[1]);
+  const __m512i low23 = _mm512_unpacklo_epi32(rows[2], rows[3]);
+  const __m512i high01 = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const __m512i high23 = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  to[0] = _mm512_unpacklo_epi64(low01, low23);
+  to[1] = _mm512_unpackhi_epi64(low01, low23);
+  to[2] = _mm512_unpacklo_epi64(high01, high23);
+  to[3] = _mm512_unpackhi_epi64(high01, high23);
+}
+
+// Prefetches a share of the codes of kIntegerTileColumns columns, as many as one group has.
+template <int Bits>
+inline void prefetch_group(const WeightView& w, int64_t column, int group) {
+  constexpr int kBytes = kIntegerTileColumns * kIntegerGroup * Bits / 8;
+  auto codes = static_cast<const char*>(w.data) + column * w.row_bytes + int64_t(group) * kBytes;
+  for (int byte = 0; byte < kBytes; byte += 64) {
+    __builtin_prefetch(codes + byte, 0, 2);
+  }
+}
+
+// Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns.
+// `Prefetches`: also the next columns, which the next call reads after all rows were multiplied by
+// these.
+template <int Bits, bool Prefetches, typename Put>
 inline void read_codes(const WeightView& w, int64_t column, int columns, const Put& put) {
-  constexpr int kBytes = kIntegerChunk * Bits / 8;
-  constexpr int kVectors = kBytes / 64;
-  const int row_bytes = w.k * Bits / 8;
+  constexpr int kBytes = kIntegerGroup * Bits / 8;
   for (int v = 0; v < IntegerTile::kVectors; v++) {
-    const uint8_t* p[kWidth];
+    ColumnBytes p;
     for (int j = 0; j < kWidth; j++) {  // missing columns repeat the last one
       int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
       p[j] = static_cast<const uint8_t*>(w.data) + (column + at) * w.row_bytes;
     }
-    for (int c = 0; c < num_integer_chunks(w.k); c++) {
-      __m512i low[kWidth], high[kWidth];
-      for (int j = 0; j < kWidth; j++) {
-        __m512i read[kVectors];
-        for (int i = 0; i < kVectors; i++) {
-          int at = c * kBytes + i * 64;
-          int left = row_bytes - at < 64 ? row_bytes - at : 64;
-          __mmask64 mask = left <= 0 ? 0 : ~uint64_t(0) >> (64 - left);
-          read[i] = _mm512_maskz_loadu_epi8(mask, p[j] + at);
-          __builtin_prefetch(p[j] + at + kIntegerTileColumns * w.row_bytes, 0, 2);
-        }
-        VecU8 first, second;
-        load_codes<Bits>(reinterpret_cast<const uint8_t*>(read), 0, first, second);
-        low[j] = (__m512i)first;
-        high[j] = (__m512i)second;
+    for (int group = 0; group < w.k / kIntegerGroup; group++) {
+      const int64_t at = int64_t(group) * kBytes;
+      for (int j = 0; Prefetches && at % 64 == 0 && j < kWidth; j++) {
+        __builtin_prefetch(p[j] + at + kIntegerTileColumns * w.row_bytes, 0, 2);
       }
-      transpose(low);
-      transpose(high);
-      for (int g = 0; g < kIntegerGroups; g++) {
+      for (int half = 0; half < kBytes / 16; half++) {
+        __m512i words[4];
+        load_words(p, at + 16 * half, 16, words);
         for (int i = 0; i < 4; i++) {
-          put(c * kIntegerGroups + g, i, v, low[4 * g + i]);
-          put(c * kIntegerGroups + g, 4 + i, v, high[4 * g + i]);
+          if constexpr (Bits == 4) {
+            const __m512i mask = _mm512_set1_epi8(15);
+            put(group, i, v, _mm512_and_si512(words[i], mask));
+            put(group, 4 + i, v, _mm512_and_si512(_mm512_srli_epi16(words[i], 4), mask));
+          } else {
+            put(group, 4 * half + i, v, words[i]);
+          }
         }
       }
+    }
+  }
+}
+
+// Calls put(element, values) with the elements of type T in four words of each column.
+template <typename T, typename Put>
+inline void widen_words(const __m512i (&words)[4], const Put& put) {
+  for (int i = 0; i < 4; i++) {
+    if constexpr (sizeof(T) == 4) {
+      put(i, (VecF)words[i]);
+    } else {
+      put(2 * i, widened(_mm512_cvtepi32_epi16(words[i]), T{}));
+      put(2 * i + 1, widened(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words[i], 16)), T{}));
     }
   }
 }
@@ -81,22 +124,25 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
   const int groups = w.k / w.group_size;
   with_type(w.dtype, [&](auto type) {
     using T = decltype(type);
+    constexpr int kAtOnce = 16 / sizeof(T);
     const void* both[2] = {w.scales, w.biases};
     for (int which = 0; which < 2; which++) {
       for (int v = 0; v < IntegerTile::kVectors; v++) {
-        for (int first = 0; first < groups; first += kWidth) {
-          __m512i rows[kWidth];
-          int left = groups - first;
-          for (int j = 0; j < kWidth; j++) {
-            int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
-            const T* p = static_cast<const T*>(both[which]) + (column + at) * groups + first;
-            rows[j] = (__m512i)(left >= kWidth ? load(p) : load_tail(p, left));
-          }
-          transpose(rows);
-          for (int g = 0; g < kWidth && g < left; g++) {
-            float* at = to + (int64_t(first + g) * 2 + which) * kIntegerTileColumns;
-            store(at + v * kWidth, (VecF)rows[g]);
-          }
+        ColumnBytes p;
+        for (int j = 0; j < kWidth; j++) {
+          int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
+          p[j] = static_cast<const uint8_t*>(both[which]) + (column + at) * groups * sizeof(T);
+        }
+        float* at = to + which * kIntegerTileColumns + v * kWidth;
+        for (int first = 0; first < groups; first += kAtOnce) {
+          const int left = groups - first;
+          __m512i words[4];
+          load_words(p, first * sizeof(T), left * int(sizeof(T)), words);
+          widen_words<T>(words, [&](int i, VecF values) {
+            if (i < left) {
+              store(at + int64_t(first + i) * 2 * kIntegerTileColumns, values);
+            }
+          });
         }
       }
     }
@@ -105,7 +151,7 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
 
 template <int Bits>
 inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
-  read_codes<Bits>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
+  read_codes<Bits, false>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
     _mm512_store_si512(at(group, unit, v), read);
   });
   fill_scales(w, column, columns, scales);
@@ -123,6 +169,9 @@ inline void tile_rows_of(
   // Every fourth group has its own sum, to match the order of integer_block.
   VecF sums[kIntegerGroups][Rows][kVectors] = {};
   for (int group = 0; group < groups; group++) {
+    if (row == 0) {  // a little at a time, as memory delivers it
+      prefetch_group<Bits>(args.weights, column + kIntegerTileColumns, group);
+    }
     const int g = group % kIntegerGroups;
     const auto* xg = x + group / kIntegerGroups;
     const float* scales = tile.scales + int64_t(group >> shift) * 2 * kIntegerTileColumns;
@@ -210,14 +259,13 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t
   }
 }
 #else
-template <int Digits>
 constexpr int kMinTileRows = 0;
 #endif
 
 template <int Bits, int Digits>
 inline void integer_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
 #if defined(__AVX512VNNI__)
-  if (args.rows >= kMinTileRows<Digits>) {
+  if (args.rows >= kMinTileRows) {
     return integer_tiles<Bits, Digits>(args, begin, end);
   }
 #endif
@@ -236,9 +284,9 @@ constexpr IntegerKernels kIntegerKernels = {
     Digits,
     round_to_chunks<Digits>,
     integer_product<Digits>,
-    kMinTileRows<Digits>,
+    kMinTileRows,
     1,
     {},
-    Digits > 1 && kMinTileRows<Digits> == 0};
+    Digits > 1 && kMinTileRows == 0};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA
