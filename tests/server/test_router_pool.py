@@ -178,6 +178,23 @@ async def test_a_load_waits_for_the_end_of_a_request() -> None:
 
 
 @run
+async def test_a_load_waits_for_another_one_and_lets_a_third_begin() -> None:
+    machine = Machine(is_quick=False)
+    small = model("small", kv_bytes=0)
+    pool = machine.pool(model("a"), model("b"), small, budget=1.5)
+    names = ("a", "b", "small")
+    using = [asyncio.create_task(used(pool, name)) for name in names]
+    await settled()
+    assert machine.events == ["+a", "+small"] and not any(task.done() for task in using)
+    machine.is_quick = True
+    for process in machine.processes.values():
+        process.told.set()
+    await asyncio.gather(*using)
+    assert machine.events[-1] == "+b" and "-a" in machine.events
+    await pool.close(0)
+
+
+@run
 async def test_a_load_that_could_never_fit_does_not_wait() -> None:
     specs = model("a", pinned=True), model("b"), model("large", kv_bytes=2 * GIB)
     pool = Machine().pool(*specs, patience=60)

@@ -186,7 +186,7 @@ class ModelPool:
         start: Starts the process of a model.
         budget: Maximum bytes of all loaded models together.
         max_waiting: Maximum requests that wait for one model to be loaded.
-        patience: Seconds for which a load waits until requests on other models leave it room.
+        patience: Seconds that a load waits for requests on other models to leave it room.
     """
 
     def __init__(
@@ -389,10 +389,7 @@ class ModelPool:
             model.files.check()  # No other model must go for one that cannot be loaded.
             if model.stopping is not None:
                 await asyncio.wait({model.stopping})
-            async with self._making_room:
-                await self._make_room(model)
-                logger.info("loading the model %s", model.name)
-                process = model.process = await self._start(model.spec)
+            process = await self._start_in_room(model)
             model.loaded = await process.loaded()
         except ApiError as no_room:
             return no_room
@@ -419,38 +416,50 @@ class ModelPool:
             return _shutting_down()
         return unavailable(f"the model {model.name!r} was unloaded", "unloaded")
 
-    async def _make_room(self, model: PooledModel) -> None:
-        """Unloads idle models, least recently used first, until a model fits.
+    async def _start_in_room(self, model: PooledModel) -> ServingProcess:
+        """Starts the process of a model once there is room for it.
+
+        It waits for models that are being loaded, and a moment for requests to end.
 
         Raises:
             ApiError: 503 or 507, it does not fit next to those that must stay.
         """
         give_up_at = time.monotonic() + self._patience
-        while self._in_use(model) + model.memory > self.budget:
-            stopping = [m.stopping for m in self.models if m.stopping is not None]
-            if stopping:
-                await asyncio.wait(stopping)
-                continue
-            idle = [m for m in self.models if m.is_idle and not m.spec.pinned]
-            if idle:
-                await self._unload(min(idle, key=lambda m: m.turn))
-            elif not await self._some_ended(model, give_up_at - time.monotonic()):
+        while True:
+            async with self._making_room:
+                in_the_way = await self._make_room(model)
+                if not in_the_way:
+                    logger.info("loading the model %s", model.name)
+                    model.process = await self._start(model.spec)
+                    return model.process
+            loading = [m.loading for m in in_the_way if m.loading is not None]
+            if loading:
+                await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+                give_up_at = time.monotonic() + self._patience
+            elif not await _any_unused(in_the_way, give_up_at - time.monotonic()):
                 raise self._no_room(model)
 
-    async def _some_ended(self, model: PooledModel, seconds: float) -> bool:
-        """Waits until the last request has ended on a model that could make room for another."""
-        if self._kept_from(model) + model.memory > self.budget or seconds <= 0:
-            return False
-        used = [m for m in self.models if m.is_loaded and not m.spec.pinned]
-        ends = [asyncio.ensure_future(m.unused.wait()) for m in used]
-        if not ends:
-            return False
-        try:
-            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
-        return bool(done)
+    async def _make_room(self, model: PooledModel) -> list[PooledModel]:
+        """Unloads idle models, least recently used first, until a model fits.
+
+        Returns:
+            The models in use that leave it no room; none: it fits.
+
+        Raises:
+            ApiError: 507, it does not fit next to the pinned ones.
+        """
+        while self._in_use(model) + model.memory > self.budget:
+            if not self._fits_beside_pinned(model):
+                raise self._no_room(model)
+            others = [m for m in self.models if m.process is not None and m is not model]
+            unpinned = [m for m in others if not m.spec.pinned]
+            if stopping := [m.stopping for m in others if m.stopping is not None]:
+                await asyncio.wait(stopping)
+            elif idle := [m for m in unpinned if m.is_idle]:
+                await self._unload(min(idle, key=lambda m: m.turn))
+            else:
+                return unpinned
+        return []
 
     async def _shrink(self) -> None:
         """Unloads idle models while the loaded ones exceed the budget."""
@@ -469,10 +478,10 @@ class ModelPool:
         """Returns the bytes that running processes take from the budget."""
         return sum(m.memory for m in self.models if m.process is not None and m is not other_than)
 
-    def _kept_from(self, model: PooledModel) -> int:
-        """Returns the bytes of other models that are never unloaded to make room."""
+    def _fits_beside_pinned(self, model: PooledModel) -> bool:
+        """True if a model fits once all others are unloaded that may be."""
         others = (m for m in self.models if m.process is not None and m is not model)
-        return sum(m.memory for m in others if m.spec.pinned)
+        return sum(m.memory for m in others if m.spec.pinned) + model.memory <= self.budget
 
     def _no_room(self, model: PooledModel) -> ApiError:
         others = [m for m in self.models if m.process is not None and m is not model]
@@ -482,9 +491,9 @@ class ModelPool:
             f"{self._in_use(model) / _GIB:.1f} of {self.budget / _GIB:.1f} GiB (--memory-budget) "
             f"are in use: {stay or 'by no model'}"
         )
-        if self._kept_from(model) + model.memory > self.budget:
-            return ApiError(507, message, code="model_too_large")
-        return unavailable(message, MEMORY_BUDGET)
+        if self._fits_beside_pinned(model):
+            return unavailable(message, MEMORY_BUDGET)
+        return ApiError(507, message, code="model_too_large")
 
     async def _watch(self, model: PooledModel, process: ServingProcess) -> None:
         """Marks a model as failed when its process dies."""
@@ -567,6 +576,18 @@ class ModelPool:
 async def _quietly(loading: Coroutine[Any, Any, None]) -> None:
     with contextlib.suppress(ApiError):  # The model's state tells of a failure.
         await loading
+
+
+async def _any_unused(models: Iterable[PooledModel], seconds: float) -> bool:
+    """Waits until the last request has ended on one of some models; False: it takes too long."""
+    ends = [asyncio.ensure_future(m.unused.wait()) for m in models]
+    try:
+        limit = max(0.0, seconds)
+        done, _ = await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for end in ends:
+            end.cancel()
+    return bool(done)
 
 
 def _why_it_stays(model: PooledModel) -> str:
