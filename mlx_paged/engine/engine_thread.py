@@ -224,7 +224,7 @@ class EngineThread:
                         future.set_result(result)
             self._calls.popleft()
             self._begun = None
-            if self.engine.has_unfinished and time.monotonic() >= until:
+            if time.monotonic() >= until and self.engine.has_unfinished:
                 break
         if self._stop_at is None:
             return True
