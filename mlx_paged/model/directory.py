@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.gguf.reader import is_gguf
@@ -102,6 +102,26 @@ def check_files(name: str, path: Path) -> None:
         )
 
 
+def check_weights(name: str, path: Path) -> None:
+    """Refuses weights that are not all there, as after a copy or a download that was broken off.
+
+    Raises:
+        ModelLoadError: It names the file.
+    """
+    remedy = "copy or download it again"
+    indexed = sorted({path / file for file in _weight_map(path).values()})
+    missing = [file.name for file in indexed if not file.is_file()]
+    if 0 < len(missing) < len(indexed):  # If all are, the index is another model's.
+        raise ModelLoadError(name, f"the file {missing[0]} is missing; {remedy}")
+    for file in sorted(path.glob("model*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            reason = f"the file {file.name} is damaged or incomplete ({error}); {remedy}"
+            raise ModelLoadError(name, reason) from error
+
+
 def _other_weights(path: Path) -> str | None:
     """Returns a remedy for weights of another format; None if there are none."""
     if found := sorted(path.glob("*.gguf")):
@@ -118,11 +138,16 @@ def _other_weights(path: Path) -> str | None:
 
 def weight_names(path: Path) -> list[str]:
     """Returns the names of the weights in a directory."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text()).get("weight_map", {}))
+    if found := _weight_map(path):
+        return list(found)
     names: list[str] = []
     for file in path.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as weights:
             names += list(weights.keys())
     return names
+
+
+def _weight_map(path: Path) -> Mapping[str, str]:
+    """Returns the file of each weight from the index of a directory; empty if it has none."""
+    index = path / "model.safetensors.index.json"
+    return json.loads(index.read_text()).get("weight_map", {}) if index.is_file() else {}

@@ -47,6 +47,7 @@ from mlx_paged.model.deviations import conform
 from mlx_paged.model.directory import (
     check_files,
     check_path,
+    check_weights,
     config_of,
     embedded_model,
     weight_names,
@@ -180,6 +181,7 @@ def load(
             multimodal = find_multimodal(path, config)
             require_served(config, multimodal)
             check_files(name, path)
+            check_weights(name, path)
             if "model_file" in config:  # mlx-lm decides about code in checkpoints.
                 multimodal = None
             reason = None if multimodal is None else multimodal.why_text_only()

@@ -31,6 +31,7 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from mlx_paged.demo import model_path
 from mlx_paged.engine.loading import load
 from mlx_paged.errors import ModelLoadError, UnsupportedModelError
+from mlx_paged.model.directory import check_weights
 
 CONFIG = tiny_config("llama")
 TOKENS = [7, 3, 50, 11, 90]
@@ -229,7 +230,19 @@ def test_an_encoder_is_called_one(directory: Path, config: dict[str, Any]) -> No
 def test_weights_of_a_broken_download(directory: Path, keep: int) -> None:
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:keep])
-    refused(directory, "safetensors")
+    refused(directory, r"model\.safetensors is damaged or incomplete \(.*\); copy or download it")
+
+
+@pytest.mark.parametrize("present", [1, 0])
+def test_weights_with_a_part_that_is_missing(directory: Path, present: int) -> None:
+    """An index of another model, of which no file is there, says nothing."""
+    files = ["model.safetensors", "model-00002-of-00002.safetensors"][1 - present :]
+    index = {"weight_map": {f"{i}.weight": file for i, file in enumerate(files)}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    if present:
+        refused(directory, r"model-00002-of-00002\.safetensors is missing")
+    else:
+        check_weights(str(directory), directory)
 
 
 @pytest.mark.parametrize("fields", [{"hidden_size": 128}, {"num_hidden_layers": 5}])
