@@ -55,6 +55,7 @@ _MIXED = ((8, 512), (32, 0))
 # some milliseconds for each product.
 _ROWS_PER_OCTAVE = 8
 _TOKENS_OF_LOAD = 1024  # of each prompt of such a step
+_SECONDS_OF_LOADS = 6.0  # for all of them: large models take longer, and start without the rest
 _SLOT = 1  # of the adapter; the scheduler fills this one first
 
 
@@ -101,6 +102,7 @@ class Kind:
         temperature: Temperature of all sequences; 0 is greedy.
         num_decodes: Further sequences with one token in the step; they are as long as the others.
         at_once: Steps of prompts that are in flight together.
+        is_load: True if it is skipped once such steps have taken `_SECONDS_OF_LOADS`.
         settings: Key of the settings that the sequences have in turn; empty for `temperature`.
     """
 
@@ -110,6 +112,7 @@ class Kind:
     temperature: float = 0.0
     num_decodes: int = 0
     at_once: int = 1
+    is_load: bool = False
     settings: str = ""
 
 
@@ -133,7 +136,8 @@ def kinds(
     with_cuda: bool,
     pads_decodes: bool = False,
 ) -> list[Kind]:
-    """Returns the steps to run, largest first, because smaller ones reuse the memory.
+    """Returns the steps to run, the largest of each sort first, because smaller ones reuse the
+    memory; but those of a load smallest first, because they may be cut short.
 
     Args:
         max_context_len: Maximum tokens of a sequence; None means no limit.
@@ -172,7 +176,7 @@ def kinds(
     ]
     further = [Kind(min(2, most), settings=name) for name in _SETTINGS]
     loads = _loads(config.step_tokens, most, max_context_len)
-    return [*reversed(prompts), *reversed(loads), *decodes, *further]
+    return [*reversed(prompts), *loads, *decodes, *further]
 
 
 def _prepared_chunks(step_tokens: int, max_context_len: int | None) -> list[tuple[int, int]]:
@@ -206,7 +210,9 @@ def _loads(step_tokens: int, most: int, max_context_len: int | None) -> list[Kin
         num_decodes = count - num_prompts
         num_tokens = (num_rows - num_decodes) // num_prompts
         if max_context_len is None or num_tokens <= max_context_len:
-            loads.append(Kind(num_prompts, num_tokens, num_tokens, num_decodes=num_decodes))
+            loads.append(
+                Kind(num_prompts, num_tokens, num_tokens, num_decodes=num_decodes, is_load=True)
+            )
     return loads
 
 
@@ -247,14 +253,20 @@ def warm_up(
         pads_decodes=model.pads_decodes,
     )
     wanted = [(kind, adapter) for adapter in adapters for kind in shapes]
+    seconds_of_loads = 0.0
     for done, (kind, adapter) in enumerate(wanted):
         if on_step is not None:
             on_step(done, len(wanted))
+        if kind.is_load and seconds_of_loads >= _SECONDS_OF_LOADS:
+            continue
+        began = time.perf_counter()
         try:
             _run(runner, kind, adapter)
         except Exception as error:
             logger.warning("%s could not be prepared: %s", kind, reason_of(error))
             mx.clear_cache()
+        if kind.is_load:
+            seconds_of_loads += time.perf_counter() - began
     if on_step is not None:
         on_step(len(wanted), len(wanted))
     runner.reset()

@@ -66,7 +66,7 @@ def test_what_is_prepared_with_cuda() -> None:
         Kind(1, 64, 4096),
         Kind(1, 1024, 1024, at_once=2),
         *(Kind(1, n, n) for n in (512, 64, 48, 32, 16)),
-        *reversed(loads),
+        *loads,
         Kind(2),
         Kind(2, context_len=4096, temperature=1.0),
         Kind(1),
@@ -77,7 +77,7 @@ def test_what_is_prepared_with_cuda() -> None:
     assert kinds(config, 100, with_cuda=True) == [
         Kind(1, 64, 97),
         *(Kind(1, n, n) for n in (64, 48, 32, 16)),
-        *(kind for kind in reversed(loads) if kind.num_tokens <= 100),
+        *(kind for kind in loads if kind.num_tokens <= 100),
         Kind(2),
         Kind(2, context_len=97, temperature=1.0),
         Kind(1),
@@ -124,6 +124,22 @@ def test_steps_of_a_load_have_many_numbers_of_rows(step_tokens: int, most: int) 
     assert few <= counts, "as many rows have logits"
     short = warm_up._loads(step_tokens, most, 80)
     assert all(kind.num_tokens <= 80 for kind in short)
+
+
+def test_a_large_model_starts_without_the_rest_of_a_load(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None
+) -> None:
+    ran: list[Kind] = []
+    monkeypatch.setattr(warm_up, "_run", lambda runner, kind, adapter: ran.append(kind))
+    monkeypatch.setattr(warm_up, "_SECONDS_OF_LOADS", 0.0)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=2)
+    assert ran and not any(kind.is_load for kind in ran)
+    assert ran[-1].settings, "all others run"
+    ran.clear()
+    monkeypatch.setattr(warm_up, "_SECONDS_OF_LOADS", 60.0)
+    LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=2)
+    assert any(kind.is_load for kind in ran)
 
 
 def test_chunks_of_long_prompts_are_prepared() -> None:
