@@ -12,7 +12,7 @@ import copy
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -26,31 +26,78 @@ if TYPE_CHECKING:
     from mlx_paged.engine.sampling_params import SamplingParams
 
 
-class _ExactBPEDetokenizer(BPEStreamingDetokenizer):  # type: ignore[misc]
-    """mlx-lm's detokenizer for byte-level BPE, without its changes to the bytes.
+class _Decoder(Protocol):
+    """Decodes the tokens of one text, without keeping it."""
 
-    mlx-lm's drops a leading space, which is the indentation of a completed line of code, and treats
+    def add(self, token: int) -> str:
+        """Adds a token; returns the text that became certain."""
+
+    def finish(self) -> str:
+        """Returns the rest."""
+
+
+class _BPEDecoder:
+    """Decodes byte-level BPE as mlx-lm does, without its changes to the bytes.
+
+    mlx-lm drops a leading space, which is the indentation of a completed line of code, and treats
     byte 0 as missing. It also holds back tokens of one space until another token comes. A line of
     indented JSON can have 40 of them, and its stream would pause for as many steps.
+
+    Args:
+        pieces: The tokens' spellings by id.
     """
 
-    _unflushed: str  # pieces of an incomplete character
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self._pieces = pieces
+        self._incomplete = ""  # pieces of a character
 
-    def add_token(self, token: int) -> None:
-        self.tokens.append(token)
+    def add(self, token: int) -> str:
+        """See `_Decoder`."""
         # A padded vocabulary has ids without a token, which mlx-lm shows as "!".
-        piece = self.tokenmap[token] if token < len(self.tokenmap) else "!"
-        self._unflushed += piece
-        text = _decode(self._unflushed)
-        if not text.endswith("\ufffd"):  # the end of an incomplete character
-            self.text += text
-            self._unflushed = ""
+        piece = self._pieces[token] if token < len(self._pieces) else "!"
+        if self._incomplete:
+            piece = self._incomplete + piece
+            self._incomplete = ""
+        text = _decode(piece)
+        if text.endswith("\ufffd"):
+            self._incomplete = piece
+            return ""
+        return text
 
-    def _maybe_trim_space(self, current_text: str) -> str:
-        return current_text
+    def finish(self) -> str:
+        """See `_Decoder`."""
+        text, self._incomplete = _decode(self._incomplete), ""
+        return text
 
-    def _decode_bytes(self, seq: str) -> str:
-        return _decode(seq)
+
+class _StreamDecoder:
+    """Decodes with one of mlx-lm's detokenizers, which owns its text.
+
+    Args:
+        stream: Nobody else uses it.
+    """
+
+    def __init__(self, stream: StreamingDetokenizer) -> None:
+        self._stream = stream
+        stream.reset()
+
+    def add(self, token: int) -> str:
+        """See `_Decoder`."""
+        self._stream.add_token(token)
+        return str(self._stream.last_segment)
+
+    def finish(self) -> str:
+        """See `_Decoder`."""
+        self._stream.finalize()
+        return str(self._stream.last_segment)
+
+
+def _decoder_of(tokenizer: TokenizerWrapper) -> _Decoder:
+    # The token map is built once per tokenizer; a shallow copy shares only that.
+    stream = tokenizer.detokenizer
+    if type(stream) is BPEStreamingDetokenizer:
+        return _BPEDecoder(stream.tokenmap)
+    return _StreamDecoder(copy.copy(stream))
 
 
 @lru_cache(maxsize=1 << 16)  # nearly always one token's bytes
@@ -157,34 +204,32 @@ class IncrementalDetokenizer:
 
     def start_over(self) -> None:
         """Forgets all tokens."""
-        self._decoder: StreamingDetokenizer | None = None
+        # Created with the first token, so that a request's first step need not wait for it.
+        self._decoder: _Decoder | None = None
         self._num_tokens_to_stop = self._min_tokens  # tokens to come that complete no stop string
         self._held = ""
-        self.text = ""
+        self._parts: list[str] = []  # of the text
         self.matched_stop: str | None = None
 
     @property
-    def _detokenizer(self) -> StreamingDetokenizer:
-        """Created with the first token, so that a request's first step need not wait for it."""
-        if self._decoder is None:
-            # The token map is built once per tokenizer; a shallow copy shares only that.
-            decoder = copy.copy(self._tokenizer.detokenizer)
-            if type(decoder) is BPEStreamingDetokenizer:
-                decoder.__class__ = _ExactBPEDetokenizer
-            decoder.reset()
-            self._decoder = decoder
-        return self._decoder
+    def text(self) -> str:
+        """The text so far, without what is held back."""
+        if len(self._parts) > 1:
+            self._parts[:] = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
 
     def add(self, token: int) -> str:
         """Adds a token; returns the text that became certain. Returns "" after a stop string."""
         if token in self._skip:
             segment = ""
         else:
-            detokenizer = self._detokenizer
-            detokenizer.add_token(token)
-            segment = detokenizer.last_segment
+            decoder = self._decoder
+            if decoder is None:
+                decoder = self._decoder = _decoder_of(self._tokenizer)
+            segment = decoder.add(token)
         if not self._stop:  # A fast path: most requests have none, and this runs for each token.
-            return self._emit(segment)
+            self._parts.append(segment)
+            return segment
         may_stop = self._num_tokens_to_stop <= 0
         self._num_tokens_to_stop -= 1
         return self._take(segment, may_stop)
@@ -193,8 +238,8 @@ class IncrementalDetokenizer:
         """Ends the stream; returns the text that was held back."""
         if self.matched_stop is not None:
             return ""
-        self._detokenizer.finalize()
-        delta = self._take(self._detokenizer.last_segment, self._num_tokens_to_stop < 0)
+        rest = "" if self._decoder is None else self._decoder.finish()
+        delta = self._take(rest, self._num_tokens_to_stop < 0)
         if self.matched_stop is None:
             delta += self._emit(self._held)
             self._held = ""
@@ -230,5 +275,5 @@ class IncrementalDetokenizer:
         return 0
 
     def _emit(self, text: str) -> str:
-        self.text += text
+        self._parts.append(text)
         return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -168,8 +167,8 @@ class DeferredText:
         self._tokens = tokens
         self._start = start
         self._num_text_tokens: int | None = None  # once the answer has ended
-        self._ends = array("Q", [0])  # length of the text after that many tokens
-        self._is_flushed = False
+        self._parts: list[str] = []  # the text of each token
+        self._rest: str | None = None  # what was held back, once the answer has ended
         self._is_decoding = False
         self._lock: Any = threading.RLock()  # Reentrant only so that it knows its owner.
 
@@ -196,8 +195,9 @@ class DeferredText:
         """
         with self._lock:
             self._decode(end)
-            first = self._ends[begin]
-            return self._stream.text[first : None if end is None else self._ends[end]]
+            if end is None:
+                return "".join(self._parts[begin:]) + (self._rest or "")
+            return self._parts[begin] if end == begin + 1 else "".join(self._parts[begin:end])
 
     def whole(self) -> str:
         """Returns all text so far, including text held back if the answer has ended.
@@ -212,7 +212,8 @@ class DeferredText:
     @property
     def decoded(self) -> str:
         """The text decoded so far."""
-        return self._stream.text
+        with self._lock:
+            return self._stream.text
 
     def _decode(self, num_tokens: int | None) -> None:
         """Catches up with the first `num_tokens` tokens; None: with all, and the end."""
@@ -221,15 +222,13 @@ class DeferredText:
             stop = len(self._tokens) - self._start
         if self._is_decoding:  # an exception (Ctrl-C) came in between
             self._stream.start_over()
-            self._ends, self._is_flushed = array("Q", [0]), False
+            self._parts, self._rest = [], None
         self._is_decoding = True
         try:
-            for i in range(self._start + len(self._ends) - 1, self._start + stop):
-                self._stream.add(self._tokens[i])
-                self._ends.append(len(self._stream.text))
-            if num_tokens is None and self._num_text_tokens is not None and not self._is_flushed:
-                self._stream.finish()
-                self._is_flushed = True
+            for i in range(self._start + len(self._parts), self._start + stop):
+                self._parts.append(self._stream.add(self._tokens[i]))
+            if num_tokens is None and self._num_text_tokens is not None and self._rest is None:
+                self._rest = self._stream.finish()
         except Exception as error:
             self._is_decoding = False
             raise StepError(self._request_id, reason_of(error)) from error

@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_paged.content import KINDS, Kind
 from mlx_paged.model.media import MediaInputs, MediaPrompt, Span
-from mlx_paged.multimodal.families import MediaFamily
+from mlx_paged.multimodal.families import MEDIA_FAMILIES, MediaFamily
 from mlx_paged.multimodal.marked_text import MarkedText
 from mlx_paged.multimodal.marks import MARK, marked
 from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
@@ -100,6 +100,10 @@ class MediaModel:
         self._side_lock = threading.Lock()
         self._side: int | None = None  # see `sufficient_side`
         self._is_side_known = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For another process, which makes its own locks and keeps its own items.
+        return _media_model, (self._processor, self._config, self.family.module, self.options)
 
     def with_options(self, options: Mapping[str, Any]) -> MediaModel:
         """Returns the same with these keyword arguments for the processor."""
@@ -570,6 +574,9 @@ class _LockedTokenizer:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _LockedTokenizer, (self._tokenizer,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             return self._tokenizer(*args, **kwargs)
@@ -580,6 +587,12 @@ class _LockedTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+def _media_model(
+    processor: Any, config: Any, module: str, options: Mapping[str, Any]
+) -> MediaModel:
+    return MediaModel(processor, config, MEDIA_FAMILIES[module], options)
 
 
 def _with_locked_tokenizer(processor: Any) -> Any:

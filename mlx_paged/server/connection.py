@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import weakref
 from typing import Any, cast
 
 from starlette.types import Scope
@@ -120,6 +121,8 @@ class TimeoutProtocol(HttpToolsProtocol):
         else:
             self._in_head = False
             super().on_headers_complete()
+            # Weak, because the response refers to its scope.
+            self.cycle.scope["state"]["cycle"] = weakref.ref(self.cycle)
 
     def handle_websocket_upgrade(self) -> None:
         """Hands the connection over to another protocol."""
@@ -238,6 +241,22 @@ class TimeoutProtocol(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n"
             self.transport.write(STATUS_LINE[status] + head % len(body) + b"\r\n" + body)
         self.transport.close()
+
+
+def send_now(scope: Scope, body: bytes) -> bool:
+    """Sends a part of a streamed body past the middleware, which only looks at heads and ends.
+
+    Returns:
+        False if nothing is sent, because the application must send it: this is no connection of
+        ours, or the client does not keep up.
+    """
+    found = scope["state"].get("cycle")
+    cycle = None if found is None else found()
+    if cycle is None or cycle.flow.write_paused or not cycle.chunked_encoding or not body:
+        return False
+    if not cycle.disconnected:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
 
 
 def with_timeouts(head_timeout: float) -> type[TimeoutProtocol]:

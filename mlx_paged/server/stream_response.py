@@ -18,6 +18,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.connection import send_now
 from mlx_paged.server.context import RequestLog
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class LiveResponse(StreamingResponse):
             await self._send_head(send)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        self._stream = asyncio.create_task(self._send_all(send))
+        self._stream = asyncio.create_task(self._send_all(scope, send))
         watch = asyncio.create_task(self._await_departure(receive))
         self._schedule_check()
         try:
@@ -86,12 +87,14 @@ class LiveResponse(StreamingResponse):
             }
         )
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await self._send_head(send)
         self._begin(send)
         async with contextlib.aclosing(self._pieces) as pieces:
             async for piece in pieces:
-                await self._send_body(send, piece)
+                # A ping that waits must go first.
+                if self._sending_since is not None or not send_now(scope, piece):
+                    await self._send_body(send, piece)
         await self._send_body(send, b"", more_body=False)
 
     async def _send_body(self, send: Send, body: bytes, *, more_body: bool = True) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -11,6 +14,8 @@ from mlx_paged import LLM, SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import vision_model_path
 from mlx_paged.demo.pictures import SAMPLES, Sample, draw
+from mlx_paged.engine.media import MediaPrompts
+from mlx_paged.engine.request_options import media_prompt_of
 from mlx_paged.multimodal import loading
 from mlx_paged.multimodal.families import MEDIA_FAMILIES
 
@@ -86,3 +91,19 @@ def test_loading_says_nothing_that_no_user_can_change(caplog: pytest.LogCaptureF
 def test_the_demo_refuses_a_model_beside_its_own() -> None:
     result = CliRunner().invoke(app, ["demo", "--vision", "--model", "x"])
     assert result.exit_code == 2 and "--model" in result.output
+
+
+def test_its_processor_and_its_prompts_go_to_another_process(llm: LLM) -> None:
+    picture = draw(SAMPLES[0].shapes, SAMPLES[0].background)
+    given = media_prompt_of(
+        "prompt", {"prompt": "<image>\nWhat is it?", "multi_modal_data": {"image": picture}}
+    )
+    options, media = llm.engine.config.media_options, llm.engine.media
+    prepared = []
+    for processor in (media, pickle.loads(pickle.dumps(media))):
+        with contextlib.closing(MediaPrompts(processor, options, None)) as prompts:
+            prepared.append(pickle.loads(pickle.dumps(prompts.prepare(*given, "prompt"))).prompt)
+    own, copied = prepared
+    assert copied.token_ids == own.token_ids and len(own.inputs) == 1
+    for name, array in own.inputs[0].arrays.items():
+        assert np.array_equal(array, copied.inputs[0].arrays[name])

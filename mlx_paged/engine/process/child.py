@@ -66,13 +66,13 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
         threading.Thread(target=self._receive, name="mlx-paged-calls", daemon=True).start()
+        engine = self.engine
         try:
-            await self.engine.ready()
-            engine = self.engine
-            self._pipe.send(Ready(engine.info, engine.tokenizer, engine.media))
+            await engine.ready()
         except Exception as error:
             self._pipe.send(Failed(_sendable(error)))
         else:
+            self._pipe.send(Ready(engine.info, engine.tokenizer, engine.media))
             await self._ended
         self._pipe.flush(_LAST_WORDS)
 
