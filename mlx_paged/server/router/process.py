@@ -183,7 +183,9 @@ class ModelProcess:
         status = await self._process.wait()
         if status >= 0:
             return f"exit status {status}"
-        return signal.Signals(-status).name
+        name = signal.Signals(-status).name
+        # Nothing else of the system ends a process this way.
+        return f"{name}: the system may be short of memory" if name == "SIGKILL" else name
 
     async def stop(self, drain_timeout: float) -> None:
         """See `ServingProcess`."""
