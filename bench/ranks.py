@@ -8,9 +8,9 @@ MLX_PAGED_PEER_SUMS=0 python bench/ranks.py             # all sums over NCCL
 
 Every rank reads its part from files, which are written first (`--folder`, in main memory by
 default). `--layers` limits the layers of all models, because those of the 70B shape do not fit on
-one GPU in bfloat16; the results say how many a model had. Aims for 70B at 32 x 1024: steps 1.7
-times as fast on two GPUs, 2.9 times on four. Each measurement has a process of its own, whose ranks
-end with it.
+one GPU in bfloat16, and the vocabulary in proportion; the results say how many a model had. Aims
+for 70B at 32 x 1024: steps 1.7 times as fast on two GPUs, 2.9 times on four. Each measurement has a
+process of its own, whose ranks end with it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GROUP_SIZE = 64
+_LEAST_VOCAB = 8192
 OUTPUT_TOKENS = 64
 
 
@@ -77,36 +78,59 @@ def layers_of(name: str, most: int | None) -> int:
     return whole if most is None else min(whole, most)
 
 
+def config_of(name: str, num_layers: int) -> dict[str, Any]:
+    """A model's config.json with fewer layers, and a vocabulary as much smaller, so that the output
+    projection, which every rank has whole, takes the same share of a step."""
+    config = CONFIGS[name]
+    share = num_layers / config["num_hidden_layers"]
+    vocab_size = config["vocab_size"]
+    if share < 1:
+        vocab_size = max(_LEAST_VOCAB, int(vocab_size * share) // 64 * 64)
+    return {**config, "num_hidden_layers": num_layers, "vocab_size": vocab_size}
+
+
 def write_model(folder: Path, name: str, bits: int, num_layers: int) -> Path:
-    """Writes a model with random weights, a few arrays in memory at a time."""
+    """Writes a model with random weights; those of one layer serve all."""
     path = folder / f"{name}-{bits}"
     path.mkdir(parents=True)
-    config = {**CONFIGS[name], "num_hidden_layers": num_layers}
+    config = config_of(name, num_layers)
     model_class, args_class = _get_classes(config=config)
     mx.random.seed(0)
-    model = model_class(args_class.from_dict(config))
+    model = model_class(args_class.from_dict({**config, "num_hidden_layers": 1}))
     linear = {place for place, m in model.named_modules() if hasattr(m, "to_quantized")}
-    by_part: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, mx.array] = {}
     for place, array in tree_flatten(model.parameters()):
-        part = ".".join(place.split(".")[:3]) if ".layers." in f".{place}" else "rest"
-        by_part.setdefault(part, {})[place] = array
-    for index, arrays in enumerate(by_part.values()):
-        tensors: dict[str, mx.array] = {}
-        for place, array in arrays.items():
-            values = (0.02 * mx.random.normal(array.shape)).astype(mx.bfloat16)
-            owner, _, kind = place.rpartition(".")
-            if bits == 4 and kind == "weight" and owner in linear:
-                parts = mx.quantize(values, GROUP_SIZE, bits)
-                tensors |= zip((f"{owner}.{s}" for s in ("weight", "scales", "biases")), parts)
-            else:
-                tensors[place] = 1 + values if "norm" in place else values
-        mx.save_safetensors(str(path / f"model-{index:05}.safetensors"), tensors)
-        mx.clear_cache()
+        values = (0.02 * mx.random.normal(array.shape)).astype(mx.bfloat16)
+        owner, _, kind = place.rpartition(".")
+        if bits == 4 and kind == "weight" and owner in linear:
+            parts = mx.quantize(values, GROUP_SIZE, bits)
+            tensors |= zip((f"{owner}.{s}" for s in ("weight", "scales", "biases")), parts)
+        else:
+            tensors[place] = 1 + values if "norm" in place else values
+    write_tensors(path / "model.safetensors", tensors, num_layers)
     if bits == 4:
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits}
     load_tokenizer(model_path()).save_pretrained(path)
     save_config(config, path / "config.json")
     return path
+
+
+def write_tensors(path: Path, tensors: dict[str, mx.array], num_layers: int) -> None:
+    """Writes a safetensors file in which each tensor of layer 0 has the names of all layers."""
+    header: dict[str, Any] = {}
+    types = {mx.bfloat16: "BF16", mx.uint32: "U32"}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        entry = {"dtype": types[array.dtype], "shape": array.shape, "data_offsets": [begin, end]}
+        for layer in range(num_layers if ".layers.0." in name else 1):
+            header[name.replace(".layers.0.", f".layers.{layer}.")] = entry
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for array in tensors.values():
+            file.write(np.array(mx.view(array, mx.uint16)).data)
 
 
 # --- In a process of its own ----------------------------------------------------------------------
@@ -143,12 +167,23 @@ def decode(engine: Engine, num_rows: int, length: int) -> dict[str, float]:
 
 
 def measure(
-    model: Path, ranks: int, rows: list[int], length: int, *, pipeline: bool
+    model: Path,
+    ranks: int,
+    rows: list[int],
+    length: int,
+    *,
+    step_tokens: int | None,
+    pipeline: bool,
 ) -> dict[str, Any]:
     blocks = max(rows) * (-(-(length + OUTPUT_TOKENS + max(rows)) // 32) + 1) + 8
     start = time.perf_counter()
     option = "pipeline_parallel_size" if pipeline else "tensor_parallel_size"
-    config = EngineConfig(num_gpu_blocks_override=blocks, **{option: ranks})
+    config = EngineConfig(
+        num_gpu_blocks_override=blocks,
+        max_num_seqs=max(rows),
+        max_num_batched_tokens=step_tokens,
+        **{option: ranks},
+    )
     engine = make_engine(model, config)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - start, 1)}
     for num_rows in rows:
@@ -167,6 +202,7 @@ def measured(model: Path, ranks: int, options: argparse.Namespace) -> dict[str, 
     command = [sys.executable, __file__, "--measure", str(model), "--ranks", str(ranks)]
     command += ["--rows", *map(str, options.rows), "--length", str(options.length)]
     command += ["--pipeline"] if options.pipeline else []
+    command += ["--step-tokens", str(options.step_tokens)] if options.step_tokens else []
     ended = subprocess.run(command, capture_output=True, text=True)
     lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     if ended.returncode or not lines:
@@ -199,6 +235,9 @@ def main() -> None:
     parser.add_argument("--pipeline", action="store_true", help="divide the list of layers")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument(
+        "--step-tokens", type=int, help="of prompts in a step; fewer make the start faster"
+    )
     parser.add_argument("--folder", type=Path, help="for the models' files")
     parser.add_argument("--name", default="ranks", help="of the file of results")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
@@ -206,6 +245,7 @@ def main() -> None:
     if options.measure is not None:
         found = measure(
             *(options.measure, options.ranks[0], options.rows, options.length),
+            step_tokens=options.step_tokens,
             pipeline=options.pipeline,
         )
         print("RESULT", json.dumps(found), flush=True)
@@ -223,7 +263,11 @@ def main() -> None:
             report(results, options)
     found = {"environment": environment(), "length": options.length, "models": results}
     found["layers"] = {
-        name: {"measured": count, "whole": CONFIGS[name]["num_hidden_layers"]}
+        name: {
+            "measured": count,
+            "whole": CONFIGS[name]["num_hidden_layers"],
+            "vocab_size": config_of(name, count)["vocab_size"],
+        }
         for name, count in layers.items()
     }
     found["pipeline"], found["peer_sums"] = options.pipeline, os.environ.get(PEER_SUMS) != "0"

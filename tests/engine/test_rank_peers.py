@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
-from mlx_paged.engine.ranks import peers
+from mlx_paged.engine.ranks import follow, peers
+from mlx_paged.engine.ranks.messages import LIMITS, START, Message
 from mlx_paged.engine.ranks.peers import connect_peers, mapped_buffers
+from mlx_paged.platform import Platform
 
 SIZE = 4
 
@@ -112,6 +115,29 @@ def test_tokens_are_shared_in_whole_chunks(monkeypatch: pytest.MonkeyPatch, coun
     monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
     shared = peers.shared_tokens(mx.arange(count), mx.distributed.init())
     assert shared.tolist() == [2 * i for i in range(count)] and sizes[0] % 4 == 0
+
+
+def test_other_ranks_hosts_are_as_far_ahead_as_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SimpleNamespace(model=SimpleNamespace(parts_ahead=1, platform=Platform.current()))
+    fields = {"parts_ahead": 5, "cache_limit": 123 << 20}
+    messages = [Message(START), Message.decode(Message(LIMITS, fields).encode())]
+    limits: list[int] = []
+
+    class Channel:
+        def receive(self) -> Message:
+            if not messages:
+                raise EOFError
+            return messages.pop(0)
+
+    monkeypatch.setattr(follow, "_runner", lambda *_: runner)
+    monkeypatch.setattr(follow, "limit_run_ahead", lambda _, step_bytes: limits.append(step_bytes))
+    before = mx.set_cache_limit(0)
+    try:
+        follow.follow(Channel(), mx.distributed.init())  # type: ignore[arg-type]
+        assert runner.model.parts_ahead == 5 and limits == [123 << 20]
+        assert mx.set_cache_limit(before) == 123 << 20
+    finally:
+        mx.set_cache_limit(before)
 
 
 def test_a_group_without_shared_memory_sums_as_before() -> None:
