@@ -143,6 +143,9 @@ def chat_params(
 class ChatAdapter(OpenAIAdapter):
     """Each of the n sequences is a choice, and its parts make the message."""
 
+    # As vLLM does: a role that came with the acceptance would pass for the first token.
+    begins_with_piece = True
+
     def __init__(self, generation: Generation, turn: PreparedTurn, body: ChatBody) -> None:
         super().__init__(generation, body, "chatcmpl")
         self._body = body

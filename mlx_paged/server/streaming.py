@@ -57,11 +57,13 @@ class Adapter(ABC):
         done: The end of a stream, also after an error.
         ping: Sent at intervals while a stream is silent; None sends a comment.
         lines: True if a stream has a JSON object on each line, instead of server-sent events.
+        begins_with_piece: True if the events of `begin` come with the first piece.
     """
 
     done = b""
     ping: bytes | None = None
     lines = False
+    begins_with_piece = False
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -234,9 +236,15 @@ async def events_of(adapter: Adapter) -> AsyncGenerator[bytes]:
     trace = adapter.generation.trace
     try:
         async with adapter.generation as generation:
-            for event in adapter.begin():
-                yield event
+            waits = adapter.begins_with_piece
+            if not waits:
+                for event in adapter.begin():
+                    yield event
             async for piece in _pieces(generation):
+                if waits:
+                    waits = False
+                    for event in adapter.begin():
+                        yield event
                 if piece is None:
                     for event in adapter.keepalive():
                         yield event

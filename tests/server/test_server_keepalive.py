@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from openai.types.chat import ChatCompletionChunk
 from support.responses_helpers import EVENT
 from support.scripted_engine import ScriptedEngine
@@ -20,7 +21,9 @@ from mlx_paged.server.generation import Generation, Piece
 CHAT = [{"role": "user", "content": "x"}]
 
 
-def test_empty_deltas_come_in_the_form_of_each_api(monkeypatch) -> None:
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Streams have no pieces until it is set, and are pinged often."""
     go = threading.Event()
     pieces = Generation.pieces
 
@@ -31,6 +34,29 @@ def test_empty_deltas_come_in_the_form_of_each_api(monkeypatch) -> None:
 
     monkeypatch.setattr(Generation, "pieces", held)
     monkeypatch.setattr(stream_response, "PING_INTERVAL", 0.05)
+    return go
+
+
+def test_the_role_of_a_chat_comes_with_its_first_piece(go: threading.Event) -> None:
+    body = {"messages": CHAT, "stream": True, "max_tokens": 2}
+    num_comments, events = 0, []
+    with (
+        running(ServerConfig()) as server,
+        server.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        for line in response.iter_lines():
+            num_comments += line.startswith(":")
+            if line.startswith("data: {"):
+                assert go.is_set()
+                events.append(json.loads(line.removeprefix("data: ")))
+            if num_comments > 3:
+                go.set()
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert not any("role" in event["choices"][0]["delta"] for event in events[1:])
+
+
+def test_empty_deltas_come_in_the_form_of_each_api(go: threading.Event) -> None:
 
     def is_empty_chat(event: dict[str, Any]) -> bool:
         ChatCompletionChunk.model_validate(event)
@@ -66,6 +92,8 @@ def test_empty_deltas_come_in_the_form_of_each_api(monkeypatch) -> None:
                         if sum(map(is_empty, events)) > 3:
                             go.set()
             assert go.is_set() and "a b" in json.dumps(events[-3:]) + _text(events), path
+            if path == "/v1/chat/completions":
+                assert events[0]["choices"][0]["delta"]["role"] == "assistant"
             if path == "/v1/responses":
                 assert [e["sequence_number"] for e in events] == list(range(len(events)))
 
