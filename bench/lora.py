@@ -74,19 +74,21 @@ def model_of(shape: str | None, bits: int | None, dtype: str) -> LoadedModel:
 
 
 def write_adapter(path: Path, model: nn.Module, names: tuple[str, ...], rank: int) -> LoRARequest:
-    """Writes a random adapter in mlx-lm's format."""
+    """Writes a random adapter in mlx-lm's format. Layers of one shape have the same matrices."""
     number = int(path.name)
     rng = np.random.default_rng(number)
-    tensors = {}
+    tensors, made = {}, dict[tuple[int, int], tuple[mx.array, mx.array]]()
     for layer, module in model.named_modules():
         if layer.rpartition(".")[2] not in names or "layers" not in layer:
             continue
         out_features, width = module.weight.shape
         if isinstance(module, nn.QuantizedLinear):
             width = width * 32 // module.bits
-        a = rng.standard_normal((width, rank), dtype=np.float32) / width**0.5
-        b = rng.standard_normal((rank, out_features), dtype=np.float32) * 0.01
-        tensors |= {f"{layer}.lora_a": mx.array(a), f"{layer}.lora_b": mx.array(b)}
+        if (width, out_features) not in made:
+            a = rng.standard_normal((width, rank), dtype=np.float32) / width**0.5
+            b = rng.standard_normal((rank, out_features), dtype=np.float32) * 0.01
+            made[width, out_features] = mx.array(a), mx.array(b)
+        tensors[f"{layer}.lora_a"], tensors[f"{layer}.lora_b"] = made[width, out_features]
     path.mkdir(parents=True)
     config = {"fine_tune_type": "lora", "lora_parameters": {"scale": 1.0, "rank": rank}}
     (path / "adapter_config.json").write_text(json.dumps(config))
@@ -133,6 +135,7 @@ def measure(
         ]
         llm = LLM(
             loaded, enable_lora=True, max_loras=len(given), max_lora_rank=rank, max_num_seqs=rows,
+            max_num_batched_tokens=max(64, 4 * rows),  # all prompts, and a short warm-up
             max_model_len=1024, enable_prefix_caching=False, kv_cache_memory=1 << 30,
             lora_dtype=lora_dtype,
         )  # fmt: skip
