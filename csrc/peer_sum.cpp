@@ -19,9 +19,9 @@ namespace mlx_paged {
 
 namespace {
 
-// From this many bytes on, each rank sums a part: it reads less, but waits twice. Two ranks would
-// read as much.
-constexpr int64_t kDividedBytes = 256 << 10;
+// If all ranks' arrays together have more bytes, each rank sums a part: it reads less, but waits
+// twice. Two ranks would read as much.
+constexpr int64_t kDividedBytes = 2 << 20;
 
 struct Peers {
   PeerMemory memory;
@@ -54,14 +54,15 @@ void PeerSum::eval_cpu(const Arrays&, Arrays&) {
 
 LaunchList PeerSum::launches(const Arrays& in, const Arrays&, Gpu) const {
   const auto& x = in[0];
+  const auto ranks = int64_t(memory_.buffers.size());
   cuda::PeerSumParams params{};
   std::copy(memory_.buffers.begin(), memory_.buffers.end(), params.buffers);
   params.rank = memory_.rank;
   params.num_chunks = int(x.nbytes() / cuda::kPeerChunkBytes);
-  params.is_divided = memory_.buffers.size() > 2 && int64_t(x.nbytes()) > kDividedBytes;
+  params.is_divided = ranks > 2 && ranks * int64_t(x.nbytes()) > kDividedBytes;
   Launch launch;
   std::string dtype = x.dtype() == mx::int32 ? "int32" : name_of(dtype_of(x.dtype()));
-  launch.kernel.host_name = "peer_sum_" + dtype + "_" + std::to_string(memory_.buffers.size());
+  launch.kernel.host_name = "peer_sum_" + dtype + "_" + std::to_string(ranks);
   launch.buffers = {
       {0, Access::read, uint64_t(x.nbytes())},
       {1, Access::read_write, uint64_t(in[1].nbytes())},
