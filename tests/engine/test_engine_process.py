@@ -70,6 +70,11 @@ def local() -> Iterator[AsyncEngine]:
     run(engine.shutdown())
 
 
+def with_unsendable_tokenizer() -> None:
+    """Runs in the child, before its engine is made."""
+    AsyncEngine.tokenizer = property(lambda _: lambda: None)  # type: ignore[method-assign, assignment]
+
+
 async def answer(engine: Any, params: SamplingParams) -> tuple[Any, list[Any]]:
     """The output of a request, and what its stream told, by answer."""
     stream = await engine.submit(EngineRequest("def is_even(n):", params))
@@ -218,6 +223,19 @@ def test_shutdown_finishes_requests_and_a_wrong_model_is_named(tmp_path) -> None
     run(test())
     with pytest.raises(errors.InvalidParameterError, match="block_size"):
         ProcessEngine.from_model(block_size=0)
+
+
+def test_a_model_whose_parts_cannot_be_sent_is_refused() -> None:
+    async def test() -> None:
+        engine = ProcessEngine.from_model(prepare=with_unsendable_tokenizer, **OPTIONS)
+        with pytest.raises(
+            errors.InvalidParameterError, match="frontend_multiprocessing must be off"
+        ):
+            await engine.ready()
+        await engine.shutdown()
+        assert engine._process.returncode == 0
+
+    run(test())
 
 
 @pytest.mark.parametrize(

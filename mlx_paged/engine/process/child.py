@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 from typing import Any
@@ -26,7 +27,9 @@ from mlx_paged.engine.process.messages import (
 from mlx_paged.engine.process.outbox import Outbox, RemoteSink
 from mlx_paged.engine.process.pipe import Pipe
 from mlx_paged.engine.ranks.start import make_engine
-from mlx_paged.errors import MlxPagedError
+from mlx_paged.errors import InvalidParameterError, MlxPagedError
+
+logger = logging.getLogger(__name__)
 
 # Seconds for the last messages to be read.
 _LAST_WORDS = 5.0
@@ -72,9 +75,21 @@ class EngineProcess:
         except Exception as error:
             self._pipe.send(Failed(_sendable(error)))
         else:
-            self._pipe.send(Ready(engine.info, engine.tokenizer, engine.media))
-            await self._ended
+            if self._send_ready():
+                await self._ended
         self._pipe.flush(_LAST_WORDS)
+
+    def _send_ready(self) -> bool:
+        engine = self.engine
+        try:
+            self._pipe.send(Ready(engine.info, engine.tokenizer, engine.media))
+        except Exception as error:  # Some model's tokenizer or processor cannot be pickled.
+            expected = f"off for this model, which the server's process cannot read ({error})"
+            failure = InvalidParameterError("frontend_multiprocessing", expected, True)
+            logger.critical("%s", failure)
+            self._pipe.send(Failed(failure))
+            return False
+        return True
 
     # On the engine's thread.
 
