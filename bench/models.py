@@ -71,12 +71,16 @@ class Gaps:
                 self._token.set()
 
     async def during(self, work: Awaitable[Any]) -> float:
-        """Awaits `work`; returns the largest gap meanwhile, in milliseconds."""
-        self._token.clear()
-        await self._token.wait()  # Ends a gap that began before.
+        """Awaits `work`; returns the largest gap that begins meanwhile, in milliseconds."""
+        await self._next_token()  # Ends a gap that began before.
         self._gaps.clear()
         await work
+        await self._next_token()
         return max(self._gaps) * 1000
+
+    async def _next_token(self) -> None:
+        self._token.clear()
+        await self._token.wait()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -189,6 +193,9 @@ async def stream_gaps(
     await asyncio.sleep(STREAM_BEGINS)
     gaps.clear()
     await work()
+    num_gaps = len(gaps)
+    while len(gaps) == num_gaps:  # The last one has not ended.
+        await asyncio.sleep(0.001)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
     return gaps
