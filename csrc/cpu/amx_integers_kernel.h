@@ -7,6 +7,11 @@
 // A tile product reads up to 64 bytes of each row, and a group has 32 activations. With 4-bit
 // weights, three digits are therefore stored as two planes of 12 bits, each as a byte that meets
 // 16 times the code and a half byte that meets the code itself: two products instead of three.
+//
+// Each instruction on tiles takes 8 to 16 cycles, loads and stores included. So the tiles of a
+// group's activations stay loaded while all columns of a panel pass, and sums wait in the L1 cache.
+// Long rows are multiplied in chunks of kAmxChunk elements, whose codes and activations fit the L2
+// cache.
 
 #pragma once
 
@@ -63,10 +68,29 @@ inline void store_planes(
   }
 }
 
+// The order in which groups of k are multiplied and stored: within each chunk, every fourth group,
+// four times, as each fourth has its own sum.
+struct GroupOrder {
+  static constexpr int kChunk = kAmxChunk / kIntegerGroup;
+
+  int groups;
+
+  int in_chunk(int first) const { return groups - first < kChunk ? groups - first : kChunk; }
+
+  int64_t place_of(int group) const {
+    const int first = group / kChunk * kChunk;
+    const int size = in_chunk(first), quarter = group % kIntegerGroups;
+    const int more = size % kIntegerGroups;
+    return first + quarter * (size / kIntegerGroups) + (quarter < more ? quarter : more) +
+           (group - first) / kIntegerGroups;
+  }
+};
+
 template <int Bits, int Digits>
 inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
   using Block = RowBlock<Bits, Digits>;
   const int groups = args.k / kIntegerGroup;
+  const GroupOrder order{groups};
   auto block_of = [&](int row) {
     return static_cast<Block*>(args.out) + int64_t(row / kRowBlock) * groups;
   };
@@ -79,9 +103,10 @@ inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
       VecI integers[kIntegerGroup / kWidth];
       float scale;
       const int sum = round_group<Digits>(x + g * kIntegerGroup, integers, scale, spread);
-      store_planes(integers, to[g], at);
-      to[g].scales[at] = scale;
-      to[g].sums[at] = scale * float(sum);
+      Block& block = to[order.place_of(g)];
+      store_planes(integers, block, at);
+      block.scales[at] = scale;
+      block.sums[at] = scale * float(sum);
     }
     if (spread.is_uneven()) {
       to[0].scales[at] = bits_as_float(kUnevenRow);
@@ -109,152 +134,233 @@ inline void round_for_amx(const RoundArgs& args, int begin, int end) {
   round_to_blocks<8, Digits>(args, begin, end);
 }
 
-// Codes and scales of kIntegerTileColumns columns, in the caller's memory.
-template <int Bits, int Digits>
-struct CodeTiles {
-  using Block = RowBlock<Bits, Digits>;
-  static constexpr int kVectors = kIntegerTileColumns / kWidth;
-  static constexpr int kRows = Block::kRowBytes / 4;  // of a tile
-  static constexpr int kBytes = kRows * kTileRowBytes;
-
-  uint8_t* codes;  // [group, vector, kRows, kWidth, 4]: 16 times the codes first, if in halves
-  float* scales;   // as in IntegerTile
-
-  CodeTiles(float* scratch, const WeightView& w)
-      : codes(reinterpret_cast<uint8_t*>(scratch)),
-        scales(
-            scratch + int64_t(num_integer_chunks(w.k)) * kIntegerGroups * kVectors * kBytes / 4) {}
-
-  uint8_t* at(int group, int v) const { return codes + (int64_t(group) * kVectors + v) * kBytes; }
-
-  void fill(const WeightView& w, int64_t column, int columns) const {
-    read_codes<Bits, true>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
-      uint8_t* to = at(group, v) + unit * kTileRowBytes;
-      if constexpr (Block::kInHalves) {
-        _mm512_store_si512(to, _mm512_slli_epi16(read, 4));
-        to += kBytes / 2;
-      }
-      _mm512_store_si512(to, read);
-    });
-    fill_scales(w, column, columns, scales);
-  }
-};
-
-// Multiplies `Rows` rows of a block by 16 columns.
-template <int Bits, int Digits, int Rows, typename Tiles>
-class AmxBlock {
+// Codes of a chunk of k and scales of 16 * Vectors columns, in the caller's memory.
+template <int Bits, int Digits, int Vectors>
+class CodeTiles {
  public:
   using Block = RowBlock<Bits, Digits>;
-  using Codes = CodeTiles<Bits, Digits>;
+  static constexpr int kRows = Block::kRowBytes / 4;  // of a tile
+  static constexpr int kBytes = kRows * kTileRowBytes;
+  static constexpr int kPairs = Vectors * kWidth / kIntegerTileColumns;
 
-  // Tiles: activations, then one of weights, then sums of even and of odd steps.
-  static constexpr int kSums = kNumTiles - 2 * Block::kPlanes;
-  static constexpr int kWeights = kSums - 1;
+  CodeTiles(float* scratch, const WeightView& w)
+      : w_(w),
+        order_{w.k / kIntegerGroup},
+        codes_(reinterpret_cast<uint8_t*>(scratch)),
+        scales_(scratch + int64_t(order_.in_chunk(0)) * Vectors * kBytes / 4) {}
 
-  AmxBlock(Tiles& tiles, const Block* x, const Codes& codes, const WeightView& w, int vector)
-      : tiles_(tiles),
-        x_(x),
-        codes_(codes),
-        groups_(w.k / kIntegerGroup),
-        shift_(group_shift(w.group_size)),
-        vector_(vector) {}
+  // The tiles of a group's vectors follow each other.
+  const uint8_t* codes() const { return codes_; }
 
-  void run(VecF (&out)[Rows]) {
-    VecF sums[kIntegerGroups][Rows];
-    for (int quarter = 0; quarter < kIntegerGroups; quarter++) {
-      add_every_fourth(quarter, sums[quarter]);
+  // Scales and biases of 16 columns; the latter are kIntegerTileColumns further on.
+  const float* scales(int group, int v) const {
+    return scales_ + v / 2 * scales_per_pair() +
+           int64_t(group >> group_shift(w_.group_size)) * 2 * kIntegerTileColumns + v % 2 * kWidth;
+  }
+
+  float* end() const { return scales_ + kPairs * scales_per_pair(); }
+
+  void fill_scales(int64_t column, int columns) const {
+    for (int pair = 0; pair < kPairs; pair++) {
+      const int at = pair * kIntegerTileColumns;
+      MLX_PAGED_ISA::fill_scales(w_, column + at, columns - at, scales_ + pair * scales_per_pair());
     }
-    for (int i = 0; i < Rows; i++) {
-      out[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+  }
+
+  // Unpacks the chunk that begins with group `first`.
+  void fill(int first, int64_t column, int columns) const {
+    const int groups = order_.in_chunk(first);
+    const bool is_last = first + groups == order_.groups;
+    const int64_t bytes = int64_t(first) * kIntegerGroup * Bits / 8;
+    const int64_t ahead = is_last ? int64_t(Vectors) * kWidth * w_.row_bytes - bytes
+                                  : int64_t(groups) * kIntegerGroup * Bits / 8;
+    for (int pair = 0; pair < kPairs; pair++) {
+      const int at = pair * kIntegerTileColumns;
+      read_codes<Bits>(
+          w_, column + at, columns - at, first, first + groups, ahead,
+          [&](int group, int unit, int v, __m512i read) {
+            const int64_t tile = (order_.place_of(group) - first) * Vectors + 2 * pair + v;
+            uint8_t* to = codes_ + tile * kBytes + unit * kTileRowBytes;
+            if constexpr (Block::kInHalves) {
+              _mm512_store_si512(to, _mm512_slli_epi16(read, 4));
+              to += kBytes / 2;
+            }
+            _mm512_store_si512(to, read);
+          });
     }
   }
 
  private:
-  typedef int32_t Products[Block::kPlanes][Rows][kWidth];
+  int64_t scales_per_pair() const {
+    return int64_t(w_.k / w_.group_size) * 2 * kIntegerTileColumns;
+  }
 
-  // Sums of a group in the order of integer_block, where every fourth has its own sum. A tile
-  // product takes 52 cycles until its sums can be stored, and a load whose address looks like that
-  // of a waiting store waits too. So each step multiplies a group, stores the sums of the one
-  // before, and scales those of the one before that.
-  void add_every_fourth(int quarter, VecF (&out)[Rows]) {
-    VecF sums[Rows] = {};
-    const int steps = (groups_ - quarter + kIntegerGroups - 1) / kIntegerGroups;
-    auto group = [&](int step) { return quarter + step * kIntegerGroups; };
-    auto run_step = [&]<int Odd>(int step) {
-      if (step + 2 < steps) {
-        multiply<Odd>(group(step + 2));
+  const WeightView& w_;
+  GroupOrder order_;
+  uint8_t* codes_;  // [place, Vectors, kRows, kWidth, 4]: 16 times the codes first, if in halves
+  float* scales_;   // [pair of vectors, as in IntegerTile]
+};
+
+// Multiplies `Rows` rows of a block by the columns of a panel. A unit of work is the products of
+// one group and 16 columns. Sums can be stored some 52 cycles after a product began and loaded when
+// they are in the cache, so a unit's sums are stored kSets units later, and scaled after that.
+template <int Bits, int Digits, int Rows, int Vectors, typename Tiles>
+class AmxBlock {
+ public:
+  using Block = RowBlock<Bits, Digits>;
+  using Codes = CodeTiles<Bits, Digits, Vectors>;
+  typedef VecF Sums[kIntegerGroups][Vectors][Rows];
+
+  AmxBlock(Tiles& tiles, const Codes& codes) : tiles_(tiles), codes_(codes) {}
+
+  // Tiles: activations, two of weights, and sums.
+  static constexpr int kPlanes = Block::kPlanes;
+  static constexpr int kWeights = kPlanes;
+  static constexpr int kFirstSums = kWeights + 2;
+  static constexpr int kSets = kFirstSums + 2 * kPlanes <= kNumTiles ? 2 : 1;
+
+  static void configure(TileShape (&shapes)[kNumTiles]) {
+    for (int tile = 0; tile < kNumTiles; tile++) {
+      shapes[tile] = tile < kWeights     ? TileShape{Rows, Block::kRowBytes}
+                     : tile < kFirstSums ? TileShape{Codes::kRows, kTileRowBytes}
+                                         : TileShape{Rows, kTileRowBytes};
+    }
+  }
+
+  // Adds the products of a chunk of `groups` groups, which begins with group `first`, to `sums`.
+  // x: the block's groups of that chunk.
+  void run(const Block* x, int first, int groups, Sums& sums) {
+    first_ = group_ = first;
+    last_ = first + groups;
+    scaled_ = x;
+    sums_ = &sums;
+    codes_at_ = codes_.codes();
+    load_x<0>(*x);
+    load_weights<0>();
+    load_weights<1>();
+    for (int place = 0; place < groups; place++) {
+      const Block& next = place + 1 < groups ? x[place + 1] : x[place];
+      for_each_vector([&]<int V>() __attribute__((always_inline)) {
+        multiply<V>(next);
+        if (V >= kLag || place * Vectors + V >= kLag) {
+          scale<V - kLag>();
+        }
+      });
+    }
+    const int units = groups * Vectors;
+    for (int i = 0; i < kSets; i++) {
+      i == 0 ? store_all<0>() : store_all<1>();
+      if (units + i >= kLag) {
+        i == 0 ? scale<-kLag>() : scale<1 - kLag>();
       }
-      if (step + 1 < steps) {
-        store_sums<1 - Odd>();
-      }
-      scale(group(step), products_[Odd], sums);
-    };
-    if (steps > 0) {
-      multiply<0>(group(0));
-      store_sums<0>();
     }
-    if (steps > 1) {
-      multiply<1>(group(1));
-    }
-    for (int step = 0; step < steps; step += 2) {
-      run_step.template operator()<0>(step);
-      if (step + 1 < steps) {
-        run_step.template operator()<1>(step + 1);
-      }
-    }
-    for (int i = 0; i < Rows; i++) {
-      out[i] = sums[i];
+    scale<kSets - kLag>();
+  }
+
+ private:
+  static constexpr int kLag = kSets + 1;
+
+  typedef int32_t Products[kPlanes][Rows][kWidth];
+
+  template <typename Body>
+  __attribute__((always_inline)) static void for_each_vector(const Body& body) {
+    body.template operator()<0>();
+    body.template operator()<1>();
+    if constexpr (Vectors == 4) {
+      body.template operator()<2>();
+      body.template operator()<3>();
     }
   }
 
-  template <int Odd>
-  void multiply(int group) {
-    tiles_.template load<kWeights>(codes_.at(group, vector_), kTileRowBytes);
-    multiply_plane<0, Odd>(group);
-    if constexpr (Block::kPlanes > 1) {
-      multiply_plane<1, Odd>(group);
-    }
-    if constexpr (Block::kPlanes > 2) {
-      multiply_plane<2, Odd>(group);
-    }
-  }
+  // Which of both is used by a unit.
+  static constexpr int parity(int unit) { return unit & 1; }
 
-  template <int Odd, int Plane>
-  static constexpr int kSumsOf = kSums + Odd * Block::kPlanes + Plane;
+  template <int V, int Plane>
+  static constexpr int kSumsOf = kFirstSums + (V + 2) % kSets * kPlanes + Plane;
 
-  template <int Plane, int Odd>
-  void multiply_plane(int group) {
-    constexpr int kX = (Odd * Block::kPlanes + Plane) % kWeights;
-    tiles_.template zero<kSumsOf<Odd, Plane>>();
-    tiles_.template load<kX>(x_[group].digits[Plane], Block::kRowBytes);
-    tiles_.template multiply_bytes<kSumsOf<Odd, Plane>, kX, kWeights>();
-  }
-
-  template <int Odd>
-  void store_sums() {
-    Products& to = products_[Odd];
-    tiles_.template store<kSumsOf<Odd, 0>>(to[0], kTileRowBytes);
-    if constexpr (Block::kPlanes > 1) {
-      tiles_.template store<kSumsOf<Odd, 1>>(to[1], kTileRowBytes);
-    }
-    if constexpr (Block::kPlanes > 2) {
-      tiles_.template store<kSumsOf<Odd, 2>>(to[2], kTileRowBytes);
+  template <int Plane>
+  void load_x(const Block& x) {
+    tiles_.template load<Plane>(x.digits[Plane], Block::kRowBytes);
+    if constexpr (Plane + 1 < kPlanes) {
+      load_x<Plane + 1>(x);
     }
   }
 
-  void scale(int group, const Products& products, VecF (&sums)[Rows]) const {
-    const float* w = codes_.scales + int64_t(group >> shift_) * 2 * kIntegerTileColumns;
-    const VecF scale = load(w + vector_ * kWidth);
-    const VecF bias = load(w + kIntegerTileColumns + vector_ * kWidth);
-    const Block& x = x_[group];
+  template <int V>
+  void load_weights() {
+    tiles_.template load<kWeights + parity(V)>(codes_at_, kTileRowBytes);
+    codes_at_ += Codes::kBytes;
+  }
+
+  // Begins a unit. The last two load weights past the end, which are not used.
+  template <int V>
+  __attribute__((always_inline)) void multiply(const Block& next) {
+    multiply_plane<V, 0>(next);
+    if constexpr (kPlanes > 1) {
+      multiply_plane<V, 1>(next);
+    }
+    if constexpr (kPlanes > 2) {
+      multiply_plane<V, 2>(next);
+    }
+    load_weights<V>();
+  }
+
+  template <int V, int Plane>
+  __attribute__((always_inline)) void multiply_plane(const Block& next) {
+    constexpr int kC = kSumsOf<V, Plane>;
+    store_plane<V, Plane>();
+    tiles_.template zero<kC>();
+    tiles_.template multiply_bytes<kC, Plane, kWeights + parity(V)>();
+    if constexpr (V == Vectors - 1) {
+      tiles_.template load<Plane>(next.digits[Plane], Block::kRowBytes);
+    }
+  }
+
+  // Stores the sums of the unit whose tiles unit V uses next.
+  template <int V, int Plane>
+  void store_plane() {
+    tiles_.template store<kSumsOf<V, Plane>>(products_[parity(V - kSets)][Plane], kTileRowBytes);
+  }
+
+  template <int V>
+  void store_all() {
+    store_plane<V, 0>();
+    if constexpr (kPlanes > 1) {
+      store_plane<V, 1>();
+    }
+    if constexpr (kPlanes > 2) {
+      store_plane<V, 2>();
+    }
+  }
+
+  // Scales the next unit, whose vector is V.
+  template <int V>
+  __attribute__((always_inline)) void scale() {
+    constexpr int kV = (V + 2 * Vectors) % Vectors;
+    const Products& products = products_[parity(kV)];
+    const float* scales = codes_.scales(group_, kV);
+    const VecF scale = load(scales);
+    const VecF bias = load(scales + kIntegerTileColumns);
+    const Block& x = *scaled_;
+    VecF(&sums)[Rows] = (*sums_)[group_ % kIntegerGroups][kV];
+#pragma GCC unroll 16
     for (int i = 0; i < Rows; i++) {
       const VecF scaled = total(products, i) * x.scales[i];
-      sums[i] += scaled * scale;
-      sums[i] += x.sums[i] * bias;
+      VecF sum = sums[i];
+      sum += scaled * scale;
+      sum += x.sums[i] * bias;
+      sums[i] = sum;
+    }
+    if constexpr (kV == Vectors - 1) {
+      scaled_++;
+      group_ += kIntegerGroups;
+      if (group_ >= last_) {
+        group_ = first_ + group_ % kIntegerGroups + 1;
+      }
     }
   }
 
-  static VecF total(const Products& products, int i) {
+  __attribute__((always_inline)) static VecF total(const Products& products, int i) {
     auto plane = [&](int p) { return load_as<VecI>(products[p][i]); };
     if constexpr (Block::kInHalves) {
       const VecI sums[1] = {(plane(0) << 12) + plane(1)};
@@ -269,60 +375,85 @@ class AmxBlock {
   }
 
   Tiles& tiles_;
-  const Block* x_;
   const Codes& codes_;
-  int groups_, shift_, vector_;
-  alignas(64) Products products_[2];
+  const uint8_t* codes_at_ = nullptr;  // the next to be loaded
+  int first_ = 0, last_ = 0;           // groups
+  int group_ = 0;                      // the next to be scaled
+  const Block* scaled_ = nullptr;      // its activations
+  Sums* sums_ = nullptr;
+  alignas(64) Products products_[2];  // of even and odd units
 };
 
-// Computes rows of one tile shape. `Rows`: of a tile; the last tile may have fewer.
-template <int Bits, int Digits, int Rows, typename Tiles>
+// Multiplies rows [begin, end), `Rows` at a time, by a panel of columns. The last tile of rows may
+// be incomplete.
+template <int Bits, int Digits, int Rows, int Vectors, typename Tiles>
 inline void amx_rows(
-    const IntegerProductArgs& args, const CodeTiles<Bits, Digits>& codes, int begin, int end,
-    int64_t column, int columns) {
+    const IntegerProductArgs& args, const CodeTiles<Bits, Digits, Vectors>& codes, int begin,
+    int end, int first, int64_t column, int columns) {
+  using Multiply = AmxBlock<Bits, Digits, Rows, Vectors, Tiles>;
   using Block = RowBlock<Bits, Digits>;
-  constexpr TileShape kX{Rows, Block::kRowBytes}, kSums{Rows, kTileRowBytes};
-  constexpr TileShape kCodes{Block::kRowBytes / 4, kTileRowBytes};
-  using Multiply = AmxBlock<Bits, Digits, Rows, Tiles>;
+  using Sums = typename Multiply::Sums;
   TileShape shapes[kNumTiles];
-  for (int tile = 0; tile < kNumTiles; tile++) {
-    shapes[tile] = tile < Multiply::kWeights ? kX : tile == Multiply::kWeights ? kCodes : kSums;
-  }
+  Multiply::configure(shapes);
   Tiles tiles(shapes);
-  const int groups = args.weights.k / kIntegerGroup;
+  Multiply multiply(tiles, codes);
+  const GroupOrder order{args.weights.k / kIntegerGroup};
+  const bool has_chunks = order.in_chunk(0) < order.groups;
+  const int in_chunk = order.in_chunk(first);
   for (int row = begin; row < end; row += Rows) {
-    auto x = static_cast<const Block*>(args.x) + int64_t(row / kRowBlock) * groups;
-    for (int v = 0; v * kWidth < columns; v++) {
-      VecF sums[Rows];
-      Multiply(tiles, x, codes, args.weights, v).run(sums);
-      const int bytes = (columns - v * kWidth < kWidth ? columns - v * kWidth : kWidth) * 4;
-      for (int i = 0; i < Rows && row + i < end; i++) {
-        float* to = args.c + int64_t(row + i) * args.ldc + column + v * kWidth;
-        __builtin_memcpy(to, &sums[i], bytes);
+    const int block = row / kRowBlock;
+    // Sums of several chunks wait in memory of their own.
+    float* memory = codes.end() + (has_chunks ? block : 0) * kPanelSums;
+    auto& sums = *reinterpret_cast<Sums*>(memory);
+    if (first == 0) {
+      __builtin_memset(&sums, 0, sizeof(sums));
+    }
+    auto x = static_cast<const Block*>(args.x) + int64_t(block) * order.groups + first;
+    multiply.run(x, first, in_chunk, sums);
+    for (int v = 0; first + in_chunk == order.groups && v * kWidth < columns; v++) {
+      const int left = columns - v * kWidth;
+      const __mmask16 mask = left < kWidth ? (1u << left) - 1 : 0xffff;
+      float* to = args.c + row * args.ldc + column + v * kWidth;
+      for (int i = 0; i < Rows && row + i < end; i++, to += args.ldc) {
+        const VecF sum = (sums[0][v][i] + sums[1][v][i]) + (sums[2][v][i] + sums[3][v][i]);
+        _mm512_mask_storeu_ps(to, mask, (__m512)sum);
       }
+    }
+  }
+}
+
+// Computes up to 16 * Vectors columns.
+template <int Bits, int Digits, int Vectors, typename Tiles>
+inline void amx_panel(const IntegerProductArgs& args, int64_t column, int columns) {
+  const CodeTiles<Bits, Digits, Vectors> codes(args.scratch, args.weights);
+  const int whole = args.rows / kRowBlock * kRowBlock;
+  const int rest = args.rows - whole;
+  codes.fill_scales(column, columns);
+  for (int first = 0; first < args.weights.k / kIntegerGroup; first += GroupOrder::kChunk) {
+    codes.fill(first, column, columns);
+    auto rows = [&]<int Rows>(int begin, int end) {
+      amx_rows<Bits, Digits, Rows, Vectors, Tiles>(args, codes, begin, end, first, column, columns);
+    };
+    // A product takes as long as its tile has rows.
+    if (whole > 0) {
+      rows.template operator()<16>(0, whole);
+    }
+    if (rest > 8) {
+      rows.template operator()<16>(whole, args.rows);
+    } else if (rest > 4) {
+      rows.template operator()<8>(whole, args.rows);
+    } else if (rest > 0) {
+      rows.template operator()<4>(whole, args.rows);
     }
   }
 }
 
 template <int Bits, int Digits, typename Tiles>
 inline void amx_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  const CodeTiles<Bits, Digits> codes(args.scratch, args.weights);
-  const int whole = args.rows / kRowBlock * kRowBlock;
-  const int rest = args.rows - whole;
-  for (int64_t column = begin; column < end; column += kIntegerTileColumns) {
-    int columns = end - column < kIntegerTileColumns ? int(end - column) : kIntegerTileColumns;
-    codes.fill(args.weights, column, columns);
-    // A product takes as long as its tile has rows.
-    if (whole > 0) {
-      amx_rows<Bits, Digits, 16, Tiles>(args, codes, 0, whole, column, columns);
-    }
-    if (rest > 8) {
-      amx_rows<Bits, Digits, 16, Tiles>(args, codes, whole, args.rows, column, columns);
-    } else if (rest > 4) {
-      amx_rows<Bits, Digits, 8, Tiles>(args, codes, whole, args.rows, column, columns);
-    } else if (rest > 0) {
-      amx_rows<Bits, Digits, 4, Tiles>(args, codes, whole, args.rows, column, columns);
-    }
+  for (int64_t column = begin; column < end; column += kPanelColumns) {
+    const int columns = end - column < kPanelColumns ? int(end - column) : kPanelColumns;
+    columns <= kIntegerTileColumns ? amx_panel<Bits, Digits, 2, Tiles>(args, column, columns)
+                                   : amx_panel<Bits, Digits, 4, Tiles>(args, column, columns);
   }
 }
 

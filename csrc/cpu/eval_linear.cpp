@@ -75,7 +75,9 @@ void multiply_integers(
   constexpr int kAtOnce = 4;  // rows rounded per task
   int n = weights.n;
   int k = weights.k;
-  int max_rows = std::min(m, rows_at_once(integers.uses_blocks(m), integers.row_bytes(k)));
+  // Long rows pass in chunks.
+  int64_t row_bytes = integers.row_bytes(std::min(k, cpu::kAmxChunk));
+  int max_rows = std::min(m, rows_at_once(integers.uses_blocks(m), row_bytes));
   // Reused, so that its pages are not mapped anew for every product.
   thread_local Scratch memory;
   char* rounded = memory.at_least<char>(integers.rounded_bytes(max_rows, k));

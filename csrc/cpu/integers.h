@@ -68,6 +68,9 @@ struct IntegerProductArgs {
 constexpr int kIntegerTileColumns = 32;
 constexpr int kMaxSpread = 8;  // powers of two between a row's largest and most others
 constexpr int kRowBlock = 16;
+constexpr int kAmxChunk = 2048;    // elements of k
+constexpr int kPanelColumns = 64;  // at a time, with AMX
+constexpr int64_t kPanelSums = kIntegerGroups * kPanelColumns * kRowBlock;
 
 // A block of kRowBlock rows has, for each group of activations, digits, then scales, then sums of
 // the rows: kRowBlock floats each.
@@ -77,6 +80,14 @@ struct RowBlockLayout {
 
   int64_t group_bytes() const { return digit_bytes + 2 * kRowBlock * int64_t(sizeof(float)); }
   int64_t bytes(int k) const { return k / kIntegerGroup * group_bytes(); }
+
+  // For codes of a chunk, scales, and sums; `code_bytes` as in IntegerKernels.
+  int64_t num_scratch_floats(int rows, const WeightView& w, int code_bytes) const {
+    int64_t codes = int64_t(w.k < kAmxChunk ? w.k : kAmxChunk) * code_bytes;
+    int64_t floats = codes / int64_t(sizeof(float)) + 2 * (w.k / w.group_size);
+    int64_t blocks = w.k <= kAmxChunk ? 1 : (rows + kRowBlock - 1) / kRowBlock;
+    return floats * kPanelColumns + blocks * kPanelSums;
+  }
 };
 
 struct IntegerKernels {
@@ -121,6 +132,9 @@ struct IntegerKernels {
   int64_t num_scratch_floats(int rows, const WeightView& w) const {
     if (!uses_tiles(rows)) {
       return 0;
+    }
+    if (uses_blocks(rows)) {
+      return blocks.num_scratch_floats(rows, w, code_bytes);
     }
     int64_t codes = int64_t(num_integer_chunks(w.k)) * kIntegerChunk * code_bytes;
     return (codes / int64_t(sizeof(float)) + 2 * (w.k / w.group_size)) * kIntegerTileColumns;

@@ -420,23 +420,27 @@ struct Spread {
   static constexpr uint32_t kFar = kMaxSpread + 4;
 
   uint32_t most = 0;
-  uint64_t sum = 0;
-  uint64_t count = 0;
+  VecU sums = {};
+  uint32_t count = 0;  // of each sum
   bool finite = true;
 
   void add(VecU magnitudes, uint32_t largest) {
     uint32_t exponent = largest >> 23;
     VecU floor = VecU{} + (exponent > kFar ? exponent - kFar : 0u);
     VecU exponents = magnitudes >> 23;
-    exponents = exponents > floor ? exponents : floor;
-    for (int i = 0; i < kWidth; i++) {
-      sum += exponents[i];
-    }
-    count += kWidth;
+    sums += exponents > floor ? exponents : floor;
+    count++;
     most = exponent > most ? exponent : most;
   }
 
-  bool is_uneven() const { return finite && most * count > sum + kMaxSpread * count; }
+  bool is_uneven() const {
+    uint64_t sum = 0;
+    for (int i = 0; i < kWidth; i++) {
+      sum += sums[i];
+    }
+    const uint64_t all = uint64_t(count) * kWidth;
+    return finite && most * all > sum + kMaxSpread * all;
+  }
 };
 
 // Rounds a group to integers and a scale. Returns the sum of the integers.
@@ -454,10 +458,7 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
     pair = magnitude > pair ? magnitude : pair;
     largest = pair > largest ? pair : largest;
   }
-  uint32_t most = 0;  // infinities and NaNs compare above all numbers
-  for (int i = 0; i < kWidth; i++) {
-    most = largest[i] > most ? largest[i] : most;
-  }
+  const uint32_t most = max(largest);              // infinities and NaNs compare above all numbers
   constexpr uint32_t kLeast = (127u - 100) << 23;  // 2^-100
   constexpr uint32_t kInfinity = 255u << 23;
   if (most < kLeast || most >= kInfinity) {
@@ -483,23 +484,34 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
     scale = bits_as_float(exponent << 23);
     inverse = bits_as_float((254 - exponent) << 23);
   }
-  VecI sum = {};
+  VecI sums = {};
   for (int i = 0; i < kVectors; i++) {
     // Rounds to the nearest integer, which is then in the low bits.
     VecF shifted = values[i] * inverse + 0x1.8p23f;
     integers[i] = (VecI)(as_uint(shifted) - 0x4b400000u);
-    sum += integers[i];
+    sums += integers[i];
   }
-  int total = 0;
-  for (int i = 0; i < kWidth; i++) {
-    total += sum[i];
-  }
-  return total;
+  return sum(sums);
 }
 
 // Stores the lowest eight bits of a group's integers, in the order of IntegerChunk.
 inline void store_digits(
     const VecI (&integers)[kIntegerGroup / kWidth], int bits, int8_t* first, int8_t* second) {
+#if defined(__AVX512F__)
+  __m128i low = _mm512_cvtepi32_epi8((__m512i)integers[0]);
+  __m128i high = _mm512_cvtepi32_epi8((__m512i)integers[1]);
+  if (bits == 4) {
+    const __m128i even_then_odd =
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    low = _mm_shuffle_epi8(low, even_then_odd);
+    high = _mm_shuffle_epi8(high, even_then_odd);
+    const __m128i even = _mm_unpacklo_epi64(low, high);
+    high = _mm_unpackhi_epi64(low, high);
+    low = even;
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(first), low);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(second), high);
+#else
   constexpr int kHalf = kIntegerGroup / 2;
   for (int i = 0; i < kIntegerGroup / kWidth; i++) {
     const Bytes digits = __builtin_convertvector(integers[i], Bytes);
@@ -514,6 +526,7 @@ inline void store_digits(
       __builtin_memcpy(half + i * kWidth % kHalf, &digits, kWidth);
     }
   }
+#endif
 }
 
 template <int Digits>

@@ -72,11 +72,13 @@ inline void prefetch_group(const WeightView& w, int64_t column, int group) {
   }
 }
 
-// Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns.
-// `Prefetches`: also the next columns, which the next call reads after all rows were multiplied by
-// these.
-template <int Bits, bool Prefetches, typename Put>
-inline void read_codes(const WeightView& w, int64_t column, int columns, const Put& put) {
+// Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns,
+// for groups [begin, end) of each. ahead: what is prefetched, in bytes after what is read, because
+// the next call reads it after all rows were multiplied by these codes; 0: nothing.
+template <int Bits, typename Put>
+inline void read_codes(
+    const WeightView& w, int64_t column, int columns, int begin, int end, int64_t ahead,
+    const Put& put) {
   constexpr int kBytes = kIntegerGroup * Bits / 8;
   for (int v = 0; v < IntegerTile::kVectors; v++) {
     ColumnBytes p;
@@ -84,10 +86,10 @@ inline void read_codes(const WeightView& w, int64_t column, int columns, const P
       int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
       p[j] = static_cast<const uint8_t*>(w.data) + (column + at) * w.row_bytes;
     }
-    for (int group = 0; group < w.k / kIntegerGroup; group++) {
+    for (int group = begin; group < end; group++) {
       const int64_t at = int64_t(group) * kBytes;
-      for (int j = 0; Prefetches && at % 64 == 0 && j < kWidth; j++) {
-        __builtin_prefetch(p[j] + at + kIntegerTileColumns * w.row_bytes, 0, 2);
+      for (int j = 0; ahead != 0 && at % 64 == 0 && j < kWidth; j++) {
+        __builtin_prefetch(p[j] + at + ahead, 0, 2);
       }
       for (int half = 0; half < kBytes / 16; half++) {
         __m512i words[4];
@@ -151,9 +153,10 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
 
 template <int Bits>
 inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
-  read_codes<Bits, false>(w, column, columns, [&](int group, int unit, int v, __m512i read) {
-    _mm512_store_si512(at(group, unit, v), read);
-  });
+  read_codes<Bits>(
+      w, column, columns, 0, w.k / kIntegerGroup, 0, [&](int group, int unit, int v, __m512i read) {
+        _mm512_store_si512(at(group, unit, v), read);
+      });
   fill_scales(w, column, columns, scales);
 }
 

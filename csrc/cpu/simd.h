@@ -212,6 +212,30 @@ inline float max(VecF v) {
   return m;
 }
 
+inline int sum(VecI v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int s = 0;
+  for (int i = 0; i < kWidth; i++) {
+    s += v[i];
+  }
+  return s;
+#endif
+}
+
+inline uint32_t max(VecU v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)v);
+#else
+  uint32_t m = 0;
+  for (int i = 0; i < kWidth; i++) {
+    m = v[i] > m ? v[i] : m;
+  }
+  return m;
+#endif
+}
+
 // 2^x for x <= 126, to about 1e-7 relative; 0 below -126 (and for -inf); NaN stays NaN.
 inline VecF exp2(VecF x) {
   VecF clamped = select(x < -127.0f, splat(-127.0f), x);
