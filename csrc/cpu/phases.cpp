@@ -20,6 +20,7 @@ void cut(ProductPhase& phase) {
   constexpr int64_t kMaxWork = 1 << 19;  // weights times rows
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
+  constexpr int kTiles = 4;   // at most so many per piece: each prefetches the next one
   // Adapters are read in runs of a piece's columns: short ones take twice the time.
   constexpr int64_t kAdapterColumns = 256;
   auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };
@@ -31,12 +32,13 @@ void cut(ProductPhase& phase) {
   }
   // With few rows a piece is long: kernels prefetch past its end, into another thread's piece.
   int64_t max_weights = std::max(kMaxWork / rows, 8 * kMinWeights);
-  int64_t piece =
-      std::clamp(weights / (kPiecesPerThread * num_threads()), kMinWeights, max_weights);
   for (size_t i = 0; i < phase.products.size(); i++) {
     const Product& p = phase.products[i];
     bool uses_tiles = p.main.integers && p.main.integers->uses_tiles(int(p.out.rows()));
     int64_t align = uses_tiles ? kIntegerTileColumns : kAlign;
+    int64_t most =
+        uses_tiles ? std::max(max_weights, kTiles * align * column_size(p)) : max_weights;
+    int64_t piece = std::clamp(weights / (kPiecesPerThread * num_threads()), kMinWeights, most);
     int n = p.main.weight.n;
     int64_t columns = piece / column_size(p);
     if (p.main.adapters) {
