@@ -225,14 +225,15 @@ class StepBuilder:
     def finish(self, adapters: AdapterSlots, encoder_cache: EncoderCache) -> SchedulerOutput:
         """Completes the columns of a step with at least one sequence."""
         batch, num_seqs = self.batch, len(self.sequences)
-        if adapters.num_in_use:
+        has_adapters = self._config.max_loras > 0 and adapters.num_in_use > 0
+        if has_adapters:
             self._group_decodes()
         batch.seq_ids = [seq.seq_id for seq in self.sequences]
         batch.num_drafts = array("i", bytes(4 * num_seqs))
         for index, num_drafts in self.num_drafts.items():
             batch.num_drafts[index] = num_drafts
         batch.adapter_ids = array("i", bytes(4 * num_seqs))
-        if adapters.num_in_use:
+        if has_adapters:
             self._add_adapters()
         batch.is_decode = len(batch.token_ids) == num_seqs and False not in batch.samples
         batch.block_copies = self._kv.launch_step(self.number)
