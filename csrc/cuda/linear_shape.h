@@ -108,15 +108,6 @@ constexpr int stream_scratch(int tiles) {
   return stream_barriers(tiles) + copy_ring_bytes(stream_stages(tiles));
 }
 
-// More shared memory, for adapters that are prepared while others multiply: what two blocks of a
-// multiprocessor leave. With sm_90a's kernel they leave none.
-constexpr int kStreamAdapterBytes = 16 * 1024;
-
-// Number of such adapters, after their hidden values for `tiles` tiles of x.
-constexpr int stream_early_adapters(int tiles) {
-  return (kStreamAdapterBytes - 1024 * tiles) / (kAdapterRanks * kStreamRows * 2);
-}
-
 // sm_90a's kernel also keeps part sums there that do not fit its registers. sm_120 has too little
 // shared memory for them.
 constexpr int wgmma_scratch(int tiles) {

@@ -112,9 +112,6 @@ Launch linear_launch(
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
     put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
-    if (params.adapters.count > 0 && !uses_wgmma(tiles, tma)) {
-      launch.threadgroup_memory += kStreamAdapterBytes;
-    }
     launch.threadgroup = {kStreamThreads, 1, 1};
     launch.maps.push_back(map_of_x(params, tiles));
     for (int i = 0; i < params.num_weights; i++) {
@@ -428,9 +425,10 @@ bool adds_adapters(const ProductStep& step, TmaKernels tma) {
   if (wanted && std::atoi(wanted) == 0) {
     return false;
   }
-  bool is_served =
-      tma >= TmaKernels::any &&
-      (!step.codes || streams_quantised(*kernel_format(*step.codes), *step.codes, step.k));
+  bool is_served = step.codes
+                       ? tma >= TmaKernels::any &&
+                             streams_quantised(*kernel_format(*step.codes), *step.codes, step.k)
+                       : tma != TmaKernels::none;
   for (const auto& part : step.parts) {
     is_served = is_served && (part.target < 0 || part.n % 8 == 0);
   }

@@ -19,7 +19,7 @@ struct AdapterBlock {
   static constexpr int kRanks = kAdapterRanks;  // the rows of an mma
   static constexpr int kRows = kAdapterRows;    // its columns
   static constexpr int kNone = 0x7fffffff;
-  static constexpr int kStepsAtOnce = WARPS == 4 ? 6 : 4;  // whose loads are under way together
+  static constexpr int kStepsAtOnce = 4;
   static_assert(WARPS * 32 * sizeof(float4) <= 8 * 1024);  // of shared memory
 
   const LinearParams& params;

@@ -38,9 +38,8 @@ __device__ __forceinline__ int thread_of_block() {
   return this_thread;
 }
 
-// Adapters of a tile of ROWS weight rows, which the blocks of a cluster share. EARLY: adapters that
-// one warp prepares in memory of their own while the others still multiply; 0: none.
-template <typename T, int ROWS, int TILES, int WARPS, int EARLY = 0>
+// Adapters of a tile of ROWS weight rows, which the blocks of a cluster share.
+template <typename T, int ROWS, int TILES, int WARPS>
 struct AddedAdapters {
   static constexpr int kRanks = 16;           // at once: the columns of an mma
   static constexpr int kSlots = 8;            // adapters at once
@@ -49,10 +48,7 @@ struct AddedAdapters {
   static constexpr int kPairs = kRanks / 2;   // of hidden values
   static constexpr int kHiddenBytes = 2 * kRowsOfX * kPairs * 8;
   static constexpr int kSlotBytes = kRanks * ROWS * 2;
-  // Of shared memory: `early`, and `memory`, which may be part of the ring.
-  static constexpr int kEarlyBytes = EARLY > 0 ? kHiddenBytes + EARLY * kSlotBytes : 0;
-  static constexpr int kBytes = kHiddenBytes + kSlots * kSlotBytes - kEarlyBytes;
-  static_assert(EARLY <= kSlots);
+  static constexpr int kBytes = kHiddenBytes + kSlots * kSlotBytes;  // of shared memory
 
   const LinearParams& params;
   const AdapterOperands<T>& operands;
@@ -60,8 +56,6 @@ struct AddedAdapters {
   int tile;
   int rank_of_block;  // in the cluster
   int num_ranks;
-  unsigned int early;   // address of kEarlyBytes of shared memory
-  unsigned int memory;  // address of kBytes
   int this_thread = thread_of_block();
 
   // Prefetches the tile's columns of b. A step may still compute `adapters`; a wrong prefetch does
@@ -84,60 +78,24 @@ struct AddedAdapters {
     });
   }
 
-  // Copies what add() multiplies first to `early`. Called by one warp, whose first lane calls
-  // `wait()` for the hidden values.
-  template <typename Wait>
-  __device__ __forceinline__ void prepare(Wait wait) const {
-    const int lane = this_thread % 32;
-    bool is_first = true;
-    for_some([&](int first, unsigned int some) {
-      if (is_first) {
-        copy_matrices<32>(lane, first, some, 0, 0, EARLY);
-      }
-      is_first = false;
-    });
-    if (lane == 0) {
-      wait();
-    }
-    __syncwarp();
-    if (!is_first) {
-      stage_hidden<32>(lane, 0);
-    }
-    paged::wait_for_copies<0>();
-  }
-
   // Adds to `results`, [row of x][row of the tile] with `pitch` floats between rows, which warps
-  // may have written since the last barrier. Called by all threads, with EARLY after a barrier that
-  // follows prepare().
-  __device__ __forceinline__ void add(float* results, int pitch) const {
-    bool is_prepared = EARLY > 0;
+  // may have written since the last barrier. `memory`: address of kBytes of shared memory. Called
+  // by all threads.
+  __device__ __forceinline__ void add(float* results, int pitch, unsigned int memory) const {
+    const unsigned int slots = memory + kHiddenBytes;
     for (int rank = 0; rank < params.adapters.rank; rank += kRanks) {
       for_some([&](int first, unsigned int some) {
-        copy_matrices<kThreads>(this_thread, first, some, rank, is_prepared ? EARLY : 0, kSlots);
-        if (!is_prepared) {
-          stage_hidden<kThreads>(this_thread, rank);
-        }
-        is_prepared = false;
+        copy_matrices(slots, first, some, rank);
+        stage_hidden(memory, rank);
         paged::wait_for_copies<0>();
         __syncthreads();
-        multiply(results, pitch, first, some);
+        multiply(results, pitch, memory, first, some);
         __syncthreads();  // The shared memory has been read.
       });
     }
   }
 
  private:
-  static constexpr int kThreads = 32 * WARPS;
-
-  // Address of the hidden values.
-  __device__ __forceinline__ unsigned int hidden_at() const { return EARLY > 0 ? early : memory; }
-
-  // Address of a slot's columns of b: [rank][row of the tile].
-  __device__ __forceinline__ unsigned int slot_at(int slot) const {
-    const unsigned int begin = hidden_at() + kHiddenBytes + slot * kSlotBytes;
-    return EARLY > 0 && slot >= EARLY ? memory + (slot - EARLY) * kSlotBytes : begin;
-  }
-
   // Calls body(first, some) for the adapters of the rows, at most kSlots at a time: bit i of `some`
   // stands for adapter `first` + i.
   template <typename Body>
@@ -216,25 +174,21 @@ struct AddedAdapters {
     return block % num_ranks == rank_of_block;
   }
 
-  // Starts copies of rows of b from `first_rank` on to slots in [begin_slot, end_slot). Called by
-  // THREADS threads, of which this is number `index`.
-  template <int THREADS>
+  // Starts copies of rows of b from `first_rank` on: [slot][rank][row of the tile].
   __device__ __forceinline__ void copy_matrices(
-      int index, int first, unsigned int some, int first_rank, int begin_slot, int end_slot) const {
+      unsigned int slots, int first, unsigned int some, int first_rank) const {
     constexpr int kChunks = ROWS / 8;  // of a row of b; each thread copies the same one
-    constexpr int kStride = THREADS / kChunks;
-    static_assert(THREADS % kChunks == 0);
-    const int chunk = index % kChunks;
+    constexpr int kStride = 32 * WARPS / kChunks;
+    static_assert(32 * WARPS % kChunks == 0);
+    const int chunk = this_thread % kChunks;
     if (is_ours(chunk / 2)) {
       const Columns at = columns_of(8 * chunk);
       each(first, some, [&](int adapter, int slot) {
-        if (slot < begin_slot || slot >= end_slot) {
-          return;
-        }
-        for (int i = index / kChunks; i < kRanks; i += kStride) {
+        for (int i = this_thread / kChunks; i < kRanks; i += kStride) {
           const bool exists = at.exist && first_rank + i < params.adapters.rank;
           const T* from = at.of_rank(adapter, exists ? first_rank + i : 0, params);
-          paged::copy_async(slot_at(slot) + paged::tile_offset<kChunks>(i, chunk), from, exists);
+          const unsigned int to = slots + slot * kSlotBytes;
+          paged::copy_async(to + paged::tile_offset<kChunks>(i, chunk), from, exists);
         }
       });
     }
@@ -243,41 +197,45 @@ struct AddedAdapters {
 
   // Writes hidden values from `first_rank` on, [gate or up][row of x][pair], as two numbers of 16
   // bits: together they are nearly as exact as fp32. A thread's loads of several parts are under
-  // way at once. Called by THREADS threads, of which this is number `index`.
-  template <int THREADS>
-  __device__ __forceinline__ void stage_hidden(int index, int first_rank) const {
+  // way at once.
+  __device__ __forceinline__ void stage_hidden(unsigned int memory, int first_rank) const {
     constexpr int kFours = kRanks / 4;  // of hidden values
-    constexpr int kAtOnce = 2;          // items of a thread
-    const int num_items = (params.is_gated ? 2 : 1) * kRowsOfX * kFours;
-#pragma unroll 1
-    for (int begin = index; begin < num_items; begin += kAtOnce * THREADS) {
-      float4 parts[kAtOnce][kAdapterParts];
+    constexpr int kItems = 2 * kRowsOfX * kFours;
+    constexpr int kItemsOfThread = (kItems + 32 * WARPS - 1) / (32 * WARPS);
+    float4 sums[kItemsOfThread];
+    const float* from[kItemsOfThread];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; j++) {
-        const int i = begin + THREADS * j;
-        const int at = i / kFours % kRowsOfX;
-        const int rank = first_rank + i % kFours * 4;
-        const int target = target_of(i >= kRowsOfX * kFours ? 1 : which);
-        const bool exists =
-            i < num_items && target >= 0 && at < params.num_rows && rank < params.adapters.rank;
-        const size_t first_part = size_t(target * params.num_rows + at) * kAdapterParts;
+    for (int j = 0; j < kItemsOfThread; j++) {
+      const int i = this_thread + 32 * WARPS * j;
+      const int at = i / kFours % kRowsOfX;
+      const int rank = first_rank + i % kFours * 4;
+      const bool is_second = i >= kRowsOfX * kFours;
+      const int target = is_second && !params.is_gated ? -1 : target_of(is_second ? 1 : which);
+      const bool exists = target >= 0 && at < params.num_rows && rank < params.adapters.rank;
+      const size_t first_part = size_t(target * params.num_rows + at) * kAdapterParts;
+      from[j] = exists ? operands.hidden + first_part * params.adapters.rank + rank : nullptr;
+    }
+    float4 parts[kAdapterParts][kItemsOfThread];
 #pragma unroll
-        for (int p = 0; p < kAdapterParts; p++) {
-          const float* from = operands.hidden + (first_part + p) * params.adapters.rank + rank;
-          parts[j][p] =
-              exists ? *reinterpret_cast<const float4*>(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
+    for (int p = 0; p < kAdapterParts; p++) {
+#pragma unroll
+      for (int j = 0; j < kItemsOfThread; j++) {
+        const float* of_part = from[j] + p * params.adapters.rank;
+        parts[p][j] = from[j] ? *reinterpret_cast<const float4*>(of_part)
+                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
+    }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; j++) {
-        static_assert(kAdapterParts == 4);
-        const float4 sum =
-            sum_of(sum_of(parts[j][0], parts[j][1]), sum_of(parts[j][2], parts[j][3]));
-        const int i = begin + THREADS * j;
-        if (i < num_items) {
-          stage_pair(hidden_at() + 16 * i, sum.x, sum.y);
-          stage_pair(hidden_at() + 16 * i + 8, sum.z, sum.w);
-        }
+    for (int j = 0; j < kItemsOfThread; j++) {
+      static_assert(kAdapterParts == 4);
+      sums[j] = sum_of(sum_of(parts[0][j], parts[1][j]), sum_of(parts[2][j], parts[3][j]));
+    }
+#pragma unroll
+    for (int j = 0; j < kItemsOfThread; j++) {
+      const int i = this_thread + 32 * WARPS * j;
+      if (i < kItems) {
+        stage_pair(memory + 16 * i, sums[j].x, sums[j].y);
+        stage_pair(memory + 16 * i + 8, sums[j].z, sums[j].w);
       }
     }
   }
@@ -292,15 +250,16 @@ struct AddedAdapters {
   // Multiplies all rows of x by sixteen of the tile, once for each of their adapters; rows with
   // another one ignore the sums.
   __device__ __forceinline__ void multiply(
-      float* results, int pitch, int first, unsigned int some) const {
+      float* results, int pitch, unsigned int memory, int first, unsigned int some) const {
     const int lane = this_thread % 32;
+    const unsigned int slots = memory + kHiddenBytes;
     for (int block = this_thread / 32; block < kBlocks; block += WARPS) {
       if (!is_ours(block)) {
         continue;
       }
       const bool is_up = row_of_tile<ROWS, ROWS>(params, tile, 16 * block).is_up;
       const int of_lane = lane / 4 * kPairs + lane % 4;
-      unsigned int pairs = hidden_at() + ((is_up ? kRowsOfX * kPairs : 0) + of_lane) * 8;
+      unsigned int pairs = memory + ((is_up ? kRowsOfX * kPairs : 0) + of_lane) * 8;
       int chosen[TILES][2];
       paged::FragmentB hidden[TILES];
       paged::FragmentB rest[TILES];
@@ -312,11 +271,11 @@ struct AddedAdapters {
         load_shared_pair(pairs + kPairs / 2 * 8, hidden[t][1], rest[t][1]);
       }
       const unsigned int b_of_lane =
-          paged::tile_offset<ROWS / 8>(lane / 16 * 8 + lane % 8, 2 * block + lane / 8 % 2);
+          slots + paged::tile_offset<ROWS / 8>(lane / 16 * 8 + lane % 8, 2 * block + lane / 8 % 2);
       float* of_block = results + lane % 4 * 2 * pitch + 16 * block + lane / 4;
       each(first, some, [&](int adapter, int slot) {
         paged::FragmentA b;
-        paged::load_matrices_transposed(b, slot_at(slot) + b_of_lane);
+        paged::load_matrices_transposed(b, b_of_lane + slot * kSlotBytes);
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
           if (!__any_sync(~0u, chosen[t][0] == adapter || chosen[t][1] == adapter)) {

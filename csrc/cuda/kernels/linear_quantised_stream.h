@@ -571,7 +571,7 @@ struct QuantisedStream {
 
   __device__ __forceinline__ Adapters
   adapters_of(const LinearParams& params, const AdapterOperands<T>& operands) const {
-    return {params, operands, which, tile_of_weight, rank, num_ranks, 0, stages + kResultBytes};
+    return {params, operands, which, tile_of_weight, rank, num_ranks};
   }
 
   __device__ __forceinline__ void fetch_adapters(
@@ -589,7 +589,7 @@ struct QuantisedStream {
       const int* slots, float* results) const {
     static_assert(kResultBytes + Adapters::kBytes <= kShape.barriers);
     if (params.adapters.count > 0) {
-      adapters_of(params, adapters).add(results, kQuantisedStreamPitch);
+      adapters_of(params, adapters).add(results, kQuantisedStreamPitch, stages + kResultBytes);
     }
     cluster_barrier();
     finish_rows<T, kRows, kRows>(

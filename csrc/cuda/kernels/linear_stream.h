@@ -226,23 +226,6 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   }
   __syncthreads();
 
-  constexpr int kEarly = WGMMA ? 0 : stream_early_adapters(TILES);
-  using Adapters = AddedAdapters<T, kStreamRows, TILES, kStreamThreads / 32, kEarly>;
-  constexpr int kResultBytes = 8 * TILES * kStreamPitch * 4;
-  static_assert(kResultBytes + Adapters::kBytes <= stream_barriers(TILES));
-  static_assert(Adapters::kEarlyBytes <= kStreamAdapterBytes);
-  auto adapters_of_tile = [&] {
-    return Adapters{
-        params,
-        adapter_operands,
-        which,
-        tile_of_weight,
-        rank,
-        num_ranks,
-        tiles + stream_scratch(TILES),
-        tiles + kResultBytes};
-  };
-
   if (warp == kMultipliers && lane == 0) {
     // The tile's rows are two runs of a weight: gate and up, or the halves of a head.
     const TileRow low = row_of_tile<kStreamRows, kStreamRows>(params, tile_of_weight, 0);
@@ -274,18 +257,17 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
           paged::wait_for_kernel_before();
         },
         copy_x);
-  }
-  if (params.adapters.count > 0 && warp < kMultipliers) {
-    adapters_of_tile().fetch(warp, kMultipliers);
-  }
-  if (params.adapters.count > 0 && warp == kMultipliers) {
-    __syncwarp();  // All copies have been started.
-    auto wait = [&] { finished_blocks(params, adapter_operands).wait(); };
-    if constexpr (kEarly > 0) {
-      adapters_of_tile().prepare(wait);
-    } else if (lane == 0) {
-      wait();
+    if (params.adapters.count > 0) {
+      finished_blocks(params, adapter_operands).wait();
     }
+  }
+
+  using Adapters = AddedAdapters<T, kStreamRows, TILES, kStreamThreads / 32>;
+  constexpr int kResultBytes = 8 * TILES * kStreamPitch * 4;
+  static_assert(kResultBytes + Adapters::kBytes <= stream_barriers(TILES));
+  if (params.adapters.count > 0 && warp < kMultipliers) {
+    Adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks}.fetch(
+        warp, kMultipliers);
   }
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
@@ -309,7 +291,8 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     store_sums(results, sums, warp, lane);
   }
   if (params.adapters.count > 0) {
-    adapters_of_tile().add(results, kStreamPitch);
+    Adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks}.add(
+        results, kStreamPitch, tiles + kResultBytes);
   }
   cluster_barrier();
 

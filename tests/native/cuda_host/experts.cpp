@@ -222,7 +222,8 @@ void call_linear(
     const StreamMaps& maps) {
   const T* bias[2] = {a.bias.data + expert * a.n, b.bias.data + expert * b.n};
   linear_stream_entry<T, 1, false>(
-      x, x, x, bias[0], out, x, bias[1], out, x, bias[1], out, nullptr, nullptr, nullptr, nullptr, x, x, x, p, maps);
+      x, x, x, bias[0], out, x, bias[1], out, x, bias[1], out, nullptr, nullptr, nullptr, nullptr,
+      nullptr, x, x, x, x, x, x, p, maps);
 }
 
 template <typename T>
@@ -233,7 +234,7 @@ void call_linear(
   const unsigned char* none = nullptr;
   linear_quantised_stream_entry<T, Codes<T>::kFormat, Codes<T>::kBits, Codes<T>::kGroup, 1>(
       x, x, none, none, none, bias[0], out, none, none, none, bias[1], out, none, none, none,
-      bias[1], out, nullptr, nullptr, nullptr, nullptr, x, x, x, p, maps);
+      bias[1], out, nullptr, nullptr, nullptr, nullptr, nullptr, x, x, x, x, x, x, p, maps);
 }
 
 // One product of pairs: from rows of the step to places, or (`is_first` is false) from places to

@@ -100,8 +100,7 @@ struct Product {
     for (size_t j = 0; j < 3; j++) {
       i[j] = std::min(j, ns.size() - 1);
     }
-    const int scratch = wgmma ? wgmma_scratch(tiles)
-                              : stream_scratch(tiles) + (adapters ? kStreamAdapterBytes : 0);
+    const int scratch = wgmma ? wgmma_scratch(tiles) : stream_scratch(tiles);
     const int grid = p.adapters.num_blocks + blocks * cluster;
     fibers::run_grid(grid, 1, kStreamThreads, scratch, cluster, [&] {
       kernel(
