@@ -261,7 +261,7 @@ def measure(
     for name in alive:
         row[name]["step_ms"] = round(statistics.median(steps[name]), 3)
         row[name]["all_ms"] = [round(ms, 3) for ms in steps[name]]
-    if len(alive) == len(NAMES):
+    if len(alive) == len(NAMES) and row["vllm"]["step_ms"]:  # 0.000 is no time to compare with
         row["ratio"] = round(row["mlx_paged"]["step_ms"] / row["vllm"]["step_ms"], 3)
     return row
 

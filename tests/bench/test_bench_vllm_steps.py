@@ -15,7 +15,7 @@ from support.interpreters import python_path
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 # Its answers count their tokens. It fails at a prompt of 64 tokens, and at once if told to.
 VLLM = """
-import json, os, pathlib, types
+import json, os, pathlib, time, types
 
 __version__ = "0.0"
 
@@ -36,6 +36,7 @@ class LLM:
         assert params.ignore_eos and not params.detokenize
         if len(prompts[0]["prompt_token_ids"]) == 64:
             raise ValueError("too long")
+        time.sleep(0.01 * params.max_tokens)  # so that a step takes some time
         out = types.SimpleNamespace(token_ids=range(params.max_tokens))
         return [types.SimpleNamespace(outputs=[out])] * len(prompts)
 """
