@@ -25,6 +25,31 @@ def join_group(backend: str) -> mlx.core.distributed.Group:
     Connects this process to those that the environment names, as a new group. Waits without the interpreter's lock until all of them have come.
     """
 
+def make_peer_buffer() -> int:
+    """
+    Makes a buffer of GPU memory for other ranks; returns its address. Raises RuntimeError.
+    """
+
+def peer_buffer_handle(buffer: int) -> bytes:
+    """
+    Returns what another process needs to map a buffer. Raises RuntimeError.
+    """
+
+def open_peer_buffer(handle: bytes) -> int:
+    """
+    Maps the buffer of another process; returns its address here. Raises RuntimeError.
+    """
+
+def use_peer_memory(group: mlx.core.distributed.Group, buffers: Sequence[int]) -> None:
+    """
+    Lets `all_sum` of this group use the buffers of its ranks. Raises ValueError.
+    """
+
+def all_sum(x: mlx.core.array, *, group: mlx.core.distributed.Group, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array:
+    """
+    The sum of all ranks' x: in memory that their GPUs share, if the group has some and the sum fits, else by MLX.
+    """
+
 def write_kv(key_pool: mlx.core.array, value_pool: mlx.core.array, keys: mlx.core.array, values: mlx.core.array, slot_mapping: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> tuple[mlx.core.array, mlx.core.array]: ...
 
 def copy_blocks(pools: Sequence[mlx.core.array], block_pairs: mlx.core.array, *, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> list[mlx.core.array]: ...

@@ -121,8 +121,9 @@ class TimeoutProtocol(HttpToolsProtocol):
         else:
             self._in_head = False
             super().on_headers_complete()
-            # Weak, because the response refers to its scope.
-            self.cycle.scope["state"]["cycle"] = weakref.ref(self.cycle)
+            if self.cycle is not None and self.cycle.scope is self.scope:  # no upgrade
+                # Weak, because the response refers to its scope.
+                self.scope["state"]["cycle"] = weakref.ref(self.cycle)
 
     def handle_websocket_upgrade(self) -> None:
         """Hands the connection over to another protocol."""
@@ -250,7 +251,7 @@ def send_now(scope: Scope, body: bytes) -> bool:
         False if nothing is sent, because the application must send it: this is no connection of
         ours, or the client does not keep up.
     """
-    found = scope["state"].get("cycle")
+    found = scope.get("state", {}).get("cycle")
     cycle = None if found is None else found()
     if cycle is None or cycle.flow.write_paused or not cycle.chunked_encoding or not body:
         return False
