@@ -297,11 +297,12 @@ INTERRUPTED = """
 import signal
 
 def interrupted(*_):
-    print(ask(), flush=True)  # The server still answers.
+    os.write(1, f"{ask()}\\n".encode())  # The server still answers.
     sys.exit(5)
 
 signal.signal(signal.SIGINT, interrupted)
-print("waits", flush=True)
+# The signal may come as soon as this is read; `print` would not be done then.
+os.write(1, b"waits\\n")
 signal.pause()
 """
 
