@@ -40,7 +40,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.sampling import logits_processors
+from mlx_paged.engine.sampling import masks
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.model.loader import LoadedModel
 
@@ -319,8 +319,8 @@ def run_steps(engine: Engine, with_grammars: bool, steps: int, seed: int) -> dic
     gc.collect()
     gc.disable()
     with (
-        timed(logits_processors, "_grammar_masks", times["follow"]),
-        timed(logits_processors, "fill_masks", times["fill"]),
+        timed(masks.SequenceMasks, "grammar_masks", times["follow"]),
+        timed(masks, "fill_masks", times["fill"]),
     ):
         began = time.process_time()
         for _ in range(steps):

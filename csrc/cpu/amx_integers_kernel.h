@@ -272,7 +272,7 @@ class AmxBlock {
     }
   }
 
-  // Which of both is used by a unit.
+  // Units alternate between two buffers.
   static constexpr int parity(int unit) { return unit & 1; }
 
   template <int V, int Plane>

@@ -20,7 +20,7 @@ void cut(ProductPhase& phase) {
   constexpr int64_t kMaxWork = 1 << 19;  // weights times rows
   constexpr int kPiecesPerThread = 8;
   constexpr int kAlign = 16;  // whole vectors and cache lines
-  constexpr int kTiles = 4;   // at most so many per piece: each prefetches the next one
+  constexpr int kTiles = 4;   // maximum per piece; a thread prefetches its own next tile
   // Adapters are read in runs of a piece's columns: short ones take twice the time.
   constexpr int64_t kAdapterColumns = 256;
   auto column_size = [](const Product& p) { return int64_t(p.main.weight.k) * (p.up ? 2 : 1); };

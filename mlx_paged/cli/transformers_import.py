@@ -35,7 +35,7 @@ def _import_lightly(module: ModuleType, execute: Callable[[], None]) -> None:
     if plain is not None:
         setattr(module, SCAN, functools.cache(plain))
     look_up = getattr(module, LOOK_UP, None)
-    # Who has imported torch may want transformers to use it.
+    # A program that has already imported torch may want transformers to use it.
     if look_up is not None and "torch" not in sys.modules:
         setattr(module, LOOK_UP, _without_torch(look_up))
 

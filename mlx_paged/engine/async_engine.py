@@ -116,7 +116,7 @@ class AsyncEngine:
 
     @property
     def is_ready(self) -> bool:
-        """True if the engine was made, no matter if it lives."""
+        """True once the engine has been created, even if it has ended since."""
         return hasattr(self._thread, "engine")
 
     @property

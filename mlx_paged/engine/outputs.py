@@ -37,7 +37,7 @@ class Logprob:
 
 
 class ReportParts(NamedTuple):
-    """The arguments of a `PositionReport` but for the functions, for another process."""
+    """The arguments of a `PositionReport` without the functions, for another process."""
 
     token_id: int
     logprob: float

@@ -51,8 +51,8 @@ _MOST_PADDED = 256
 # Prompts beside decodes: (sequences that decode, tokens of the prompt; 0: what a step has left).
 _MIXED = ((8, 512), (32, 0))
 # Numbers of rows of steps with prompts that are prepared, between each power of two and the next.
-# Libraries of products have a kernel for nearly each of them and load it when they first need it,
-# some milliseconds for each product.
+# cuBLAS has a kernel for nearly every number and loads it on first use, which takes several
+# milliseconds for each product.
 _ROWS_PER_OCTAVE = 8
 _TOKENS_OF_LOAD = 1024  # of each prompt of such a step
 _SECONDS_OF_LOADS = 6.0  # for all of them: large models take longer, and start without the rest
@@ -63,7 +63,7 @@ def _ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-# Sampling settings that use more of MLX's operations, several of which MLX compiles on first use.
+# Sampling settings that use further MLX operations. MLX compiles several of them on first use.
 # The sequences of a step take turns with the rows of one entry.
 _SETTINGS = {
     "top_p beside greedy": (
@@ -180,7 +180,7 @@ def kinds(
 
 
 def _prepared_chunks(step_tokens: int, max_context_len: int | None) -> list[tuple[int, int]]:
-    """Chunks of a long prompt, and the tokens up to their ends, that libraries prepare."""
+    """Chunk sizes of long prompts with the context lengths to prepare for MLX's attention."""
     size = PREPARED_MULTIPLE
     sizes = [n for n in (size, 2 * size) if n <= step_tokens]
     ends = [(n, n * i) for n in sizes for i in (1, 2) if n < step_tokens or i > 1]
@@ -188,7 +188,7 @@ def _prepared_chunks(step_tokens: int, max_context_len: int | None) -> list[tupl
 
 
 def _loads(step_tokens: int, most: int, max_context_len: int | None) -> list[Kind]:
-    """Steps of a load, smallest first: prompts beside decodes, of many numbers of rows.
+    """Steps with prompts and decodes as under load, smallest first, in many sizes.
 
     Each padded number of sequences occurs, since as many rows have logits.
 

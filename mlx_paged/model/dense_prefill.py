@@ -44,10 +44,10 @@ Rows = tuple[mx.array, mx.array]  # [num_rows, num_kv_heads, dim] keys and value
 
 @dataclass(frozen=True)
 class ChunkChoice:
-    """Which chunks MLX's attention takes.
+    """Selects the chunks that MLX's attention computes.
 
     Attributes:
-        on_hopper: True if the others have a kernel for Hopper.
+        on_hopper: True if there is a Hopper kernel for the other chunks.
     """
 
     on_hopper: bool = False
@@ -140,7 +140,7 @@ class DensePrefill:
 
 
 def choice_for(specs: Iterable[LayerSpec], block_size: int) -> ChunkChoice:
-    """Returns which chunks MLX's attention takes, for a model with these layers."""
+    """Returns the choice for a model with these layers."""
     dims = {spec.pool_dims for spec in specs}
     has_kernels = all(ops.has_wgmma_prefill(k, v, block_size) for k, v in dims)
     return ChunkChoice(on_hopper=ops.has_wgmma() and has_kernels)
@@ -159,7 +159,7 @@ def plan_dense_prefill(
     """Plans one step; None without a long chunk, or without CUDA. See `build_plan`.
 
     Args:
-        choice: Which chunks are long.
+        choice: Selects the long chunks.
 
     A chunk with rows that see later positions is not MLX's causal attention, and is left to the
     paged kernels.

@@ -103,7 +103,7 @@ def check_files(name: str, path: Path) -> None:
 
 
 def check_weights(name: str, path: Path) -> None:
-    """Refuses weights that are not all there, as after a copy or a download that was broken off.
+    """Refuses incomplete weights, such as those of an interrupted copy or download.
 
     Raises:
         ModelLoadError: It names the file.

@@ -1,4 +1,4 @@
-"""StepPlanner: what a model needs for a step beside its tokens: plans, rows, and adapters."""
+"""StepPlanner: what a model needs for a step besides its tokens: plans, rows, and adapters."""
 
 from __future__ import annotations
 

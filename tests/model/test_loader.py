@@ -235,7 +235,7 @@ def test_weights_of_a_broken_download(directory: Path, keep: int) -> None:
 
 @pytest.mark.parametrize("present", [1, 0])
 def test_weights_with_a_part_that_is_missing(directory: Path, present: int) -> None:
-    """An index of another model, of which no file is there, says nothing."""
+    """An index whose files are all missing is that of another model, and is ignored."""
     files = ["model.safetensors", "model-00002-of-00002.safetensors"][1 - present :]
     index = {"weight_map": {f"{i}.weight": file for i, file in enumerate(files)}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -33,7 +33,7 @@ class RemoteRequest:
         report: Adds the texts of the tokens to log-probabilities.
 
     Attributes:
-        output: Like that of the engine's process, one message later.
+        output: Its output in this process, which lags the engine's by a message.
         answers: Its answers, whose numbers follow each other.
     """
 
@@ -58,7 +58,7 @@ class RemoteRequest:
         self.answers: Sequence[RemoteAnswer] = ()
 
     def accept(self, accepted: Accepted, prompt: Any) -> None:
-        """Takes what is known once the engine has taken the request, whose prompt is given."""
+        """Fills in what the engine knows when it accepts the request."""
         output, token_ids = self.output, accepted.prompt_token_ids
         output.prompt = accepted.prompt
         output.prompt_token_ids = list(prompt) if token_ids is None else token_ids
@@ -103,7 +103,7 @@ class RemoteAnswer:
         completion.text = text  # type: ignore[assignment]
 
     def take_token(self, token: int) -> None:
-        """Takes one token, with nothing else to tell."""
+        """Takes a token without further news."""
         request, tokens = self.request, self._tokens
         # fmt: off
         update = _update((request.request_id, self._completion.index, [token], self._text,

@@ -140,7 +140,7 @@ class AnswerUpdate(NamedTuple):
 
 
 class StepNews(NamedTuple):
-    """Everything that the engine has to tell after a step.
+    """The news of all requests after a step.
 
     Attributes:
         numbers: Answers that gained one token and nothing else: an array of uint64, as bytes.

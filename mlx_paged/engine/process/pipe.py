@@ -32,7 +32,7 @@ class Pipe:
         threading.Thread(target=self._send_rest, name="mlx-paged-pipe", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Sends an object. Nothing happens if the other process is gone: `receive` tells.
+        """Sends an object. Does nothing if the other process has ended; `receive` reports that.
 
         Raises:
             Exception: It cannot be pickled.
@@ -71,7 +71,7 @@ class Pipe:
             self._changed.notify()
 
     def flush(self, timeout: float) -> None:
-        """Waits until everything is sent, at most for the seconds."""
+        """Waits until everything is sent, or for `timeout` seconds."""
         with self._lock:
             self._changed.wait_for(lambda: not self._unsent or self._is_closed, timeout)
 
