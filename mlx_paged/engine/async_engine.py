@@ -60,14 +60,17 @@ class AsyncEngine:
     Args:
         make_engine: Called on the engine's thread. Only that thread touches arrays: MLX's streams
             belong to threads, so the model must be loaded there, too. See `from_model`.
-        on_news: See `EngineThread`.
+        on_news: See `EngineThread`. It gets this object, because the thread may call it before the
+            constructor has returned.
     """
 
     def __init__(
-        self, make_engine: Callable[[], Engine], on_news: Callable[[], object] = lambda: None
+        self,
+        make_engine: Callable[[], Engine],
+        on_news: Callable[[AsyncEngine], object] = lambda _: None,
     ) -> None:
         check_process()
-        self._thread = EngineThread(make_engine, on_news)
+        self._thread = EngineThread(make_engine, lambda: on_news(self))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._num_adding = {False: 0, True: 0}  # by `EngineRequest.background`

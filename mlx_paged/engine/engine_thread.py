@@ -163,13 +163,15 @@ class EngineThread:
                 logger.critical("the engine has stopped: %s", reason, exc_info=traceback)
         finally:
             gc_pause.resume_gc()
-            self._fail_all(reason)
-            if hasattr(self, "engine"):
-                self.engine.hang_up()
-            gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
-            # Last: callers that waited for it must find the engine dead.
-            if failure is not None and not self.ready.done():
-                self.ready.set_exception(failure)
+            try:
+                self._fail_all(reason)
+                if hasattr(self, "engine"):
+                    self.engine.hang_up()
+            finally:
+                gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
+                # Last: callers that waited for it must find the engine dead.
+                if failure is not None and not self.ready.done():
+                    self.ready.set_exception(failure)
 
     def _serve(self) -> None:
         """Steps until the engine is stopped, or until exceptions come out of step after step."""

@@ -248,7 +248,8 @@ class ChatAdapter(OpenAIAdapter):
                     "delta": {"role": "assistant", "content": content},
                     "logprobs": None,
                     "finish_reason": None,
-                }
+                },
+                num_sent=0,  # The first tokens follow in a chunk of their own.
             )
 
     def keepalive(self) -> Iterable[bytes]:

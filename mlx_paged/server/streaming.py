@@ -350,11 +350,15 @@ class OpenAIAdapter(Adapter):
         answers = [answer for output in self.generation.outputs for answer in output.outputs]
         return self.usage(sum(len(answer.token_ids) for answer in answers))
 
-    def event(self, choice: ChunkChoice) -> bytes:
-        """Returns a chunk of one choice, with usage if every chunk has it."""
+    def event(self, choice: ChunkChoice, num_sent: int | None = None) -> bytes:
+        """Returns a chunk of one choice, with usage if every chunk has it.
+
+        Args:
+            num_sent: Tokens that were sent, with this chunk; None: those of all pieces so far.
+        """
         chunk = self.chunk([choice])
         if self._usage_always:
-            chunk["usage"] = self.usage(self.generation.num_sent)
+            chunk["usage"] = self.usage(self.generation.num_sent if num_sent is None else num_sent)
         elif self._usage_at_end:
             chunk["usage"] = None
         return sse(chunk)

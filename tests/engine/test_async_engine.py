@@ -482,6 +482,23 @@ def test_a_model_that_does_not_load() -> None:
     run(test())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_told_even_if_its_news_cannot_be() -> None:
+    def broken(_: AsyncEngine) -> None:
+        raise ValueError("no news")
+
+    def fail() -> Engine:
+        raise ModelLoadError("/model", "it is not there")
+
+    async def test() -> None:
+        engine = AsyncEngine(fail, broken)
+        with pytest.raises(ModelLoadError, match="it is not there"):
+            await engine.ready()
+        await engine.shutdown()
+
+    run(test())
+
+
 def test_shutdown_drains(expected) -> None:
     async def test() -> None:
         engine = started()

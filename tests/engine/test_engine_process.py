@@ -18,6 +18,7 @@ from mlx_paged import errors
 from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.client import EngineRequest
+from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.process.client import ProcessEngine
 from mlx_paged.engine.process.messages import Call
@@ -223,6 +224,28 @@ def test_shutdown_finishes_requests_and_a_wrong_model_is_named(tmp_path) -> None
     run(test())
     with pytest.raises(errors.InvalidParameterError, match="block_size"):
         ProcessEngine.from_model(block_size=0)
+
+
+def with_failure_before_anything_else() -> None:
+    start = EngineThread.start
+
+    def start_and_wait(thread: EngineThread) -> None:
+        start(thread)
+        thread.join()
+
+    EngineThread.start = start_and_wait  # type: ignore[method-assign]
+
+
+def test_an_engine_that_fails_while_it_is_constructed_is_reported(tmp_path) -> None:
+    async def test() -> None:
+        engine = ProcessEngine.from_model(
+            str(tmp_path), prepare=with_failure_before_anything_else, **OPTIONS
+        )
+        with pytest.raises(errors.ModelLoadError, match="cannot load model"):
+            await engine.ready()
+        await engine.shutdown()
+
+    run(test())
 
 
 def test_a_model_whose_parts_cannot_be_sent_is_refused() -> None:

@@ -93,9 +93,8 @@ class EngineProcess:
 
     # On the engine's thread.
 
-    def _tell(self) -> None:
+    def _tell(self, engine: AsyncEngine) -> None:
         """Sends the news of a step."""
-        engine = self.engine
         if not engine.is_ready:  # `run` tells why.
             return
         news = self._outbox.take(refuses_requests=engine.refuses_requests)

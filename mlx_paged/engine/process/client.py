@@ -337,8 +337,9 @@ class ProcessEngine:
                 else:
                     future.set_exception(message.error)
         elif isinstance(message, Ready):
-            self._make_parts(message)
-            self._ready.set_result(message)
+            if not self._ready.done():  # Otherwise the engine has died meanwhile.
+                self._make_parts(message)
+                self._ready.set_result(message)
         elif isinstance(message, Failed):
             self._ready.set_exception(message.error)
             self._fail_all(str(message.error))
