@@ -54,6 +54,15 @@ void bind_distributed(nb::module_& m) {
       "Lets `all_sum` of this group use the buffers of its ranks. Raises ValueError.");
 
   m.def(
+      "try_peer_memory", &try_peer_memory, "group"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "Adds up numbers of all ranks in such memory; returns False if the sum is wrong. Every rank "
+      "must call it before its first sum.");
+
+  m.def(
+      "forget_peer_memory", &forget_peer_memory, "group"_a,
+      "Leaves the sums of a group to MLX again.");
+
+  m.def(
       "all_sum", &all_sum, "x"_a, nb::kw_only(), "group"_a, "stream"_a = nb::none(),
       "The sum of all ranks' x: in memory that their GPUs share, if the group has some and the sum "
       "fits, else by MLX.");

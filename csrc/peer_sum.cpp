@@ -59,6 +59,7 @@ LaunchList PeerSum::launches(const Arrays& in, const Arrays&, Gpu) const {
   std::copy(memory_.buffers.begin(), memory_.buffers.end(), params.buffers);
   params.rank = memory_.rank;
   params.num_chunks = int(x.nbytes() / cuda::kPeerChunkBytes);
+  params.patience = patience_;
   params.is_divided = ranks > 2 && ranks * int64_t(x.nbytes()) > kDividedBytes;
   Launch launch;
   std::string dtype = x.dtype() == mx::int32 ? "int32" : name_of(dtype_of(x.dtype()));
@@ -86,6 +87,26 @@ void use_peer_memory(const mx::distributed::Group& group, PeerMemory memory) {
   std::lock_guard lock(peers_mutex);
   peers().insert_or_assign(
       group.raw_group().get(), std::pair(group, Peers{std::move(memory), std::move(rounds)}));
+}
+
+bool try_peer_memory(const mx::distributed::Group& group) {
+  constexpr int kSize = cuda::kPeerBlocks * cuda::kPeerThreads * 4;  // a chunk for each thread
+  constexpr int kPatience = 10;
+  std::lock_guard lock(peers_mutex);
+  const auto& [memory, rounds] = peers().at(group.raw_group().get()).second;
+  auto stream = mx::default_stream(mx::Device::gpu);
+  auto numbers = mx::arange(kSize, mx::int32, stream);
+  auto x = mx::multiply(numbers, mx::array(memory.rank + 1), stream);
+  auto node = std::make_shared<PeerSum>(stream, memory, kPatience);
+  mx::array sum(x.shape(), x.dtype(), std::move(node), {x, rounds});
+  int size = group.size();
+  auto expected = mx::multiply(numbers, mx::array(size * (size + 1) / 2), stream);
+  return mx::array_equal(sum, expected, stream).item<bool>();
+}
+
+void forget_peer_memory(const mx::distributed::Group& group) {
+  std::lock_guard lock(peers_mutex);
+  peers().erase(group.raw_group().get());
 }
 
 mx::array all_sum(const mx::array& x, const mx::distributed::Group& group, mx::StreamOrDevice s) {

@@ -27,7 +27,9 @@ struct PeerMemory {
 // of all ranks' x, with the same bits on every rank.
 class PeerSum : public KernelNode {
  public:
-  PeerSum(mx::Stream stream, PeerMemory memory) : KernelNode(stream), memory_(std::move(memory)) {}
+  // patience: see cuda::PeerSumParams.
+  PeerSum(mx::Stream stream, PeerMemory memory, int patience = 0)
+      : KernelNode(stream), memory_(std::move(memory)), patience_(patience) {}
   void eval_cpu(const Arrays& in, Arrays& out) override;  // throws
   const char* name() const override { return "peer_sum"; }
   LaunchList launches(const Arrays& in, const Arrays& out, Gpu gpu) const override;
@@ -41,11 +43,18 @@ class PeerSum : public KernelNode {
   void check(const Arrays&) const override {}
 
   PeerMemory memory_;
+  int patience_;
 };
 
 // Lets all_sum use the buffers of a group's ranks from now on. They must stay mapped, and all zeros
 // at first. Throws std::invalid_argument for a number of ranks that no kernel serves.
 void use_peer_memory(const mx::distributed::Group& group, PeerMemory memory);
+
+// Adds up the ranks' numbers in such memory; returns false if the sum is wrong, as where GPUs do
+// not see each other's writes. Every rank must call it before its first sum.
+bool try_peer_memory(const mx::distributed::Group& group);
+// Leaves the sums of a group to MLX again.
+void forget_peer_memory(const mx::distributed::Group& group);
 
 // The sum of all ranks' x: a PeerSum if the group has such memory and the sum fits, which is the
 // same on every rank, else MLX's own.

@@ -45,6 +45,14 @@ def use_peer_memory(group: mlx.core.distributed.Group, buffers: Sequence[int]) -
     Lets `all_sum` of this group use the buffers of its ranks. Raises ValueError.
     """
 
+def try_peer_memory(group: mlx.core.distributed.Group) -> bool:
+    """
+    Adds up numbers of all ranks in such memory; returns False if the sum is wrong. Every rank must call it before its first sum.
+    """
+
+def forget_peer_memory(group: mlx.core.distributed.Group) -> None:
+    """Leaves the sums of a group to MLX again."""
+
 def all_sum(x: mlx.core.array, *, group: mlx.core.distributed.Group, stream: mlx.core.Stream | mlx.core.ThreadLocalStream | mlx.core.Device | mlx.core.DeviceType | None = None) -> mlx.core.array:
     """
     The sum of all ranks' x: in memory that their GPUs share, if the group has some and the sum fits, else by MLX.

@@ -28,7 +28,7 @@ struct PeerSumParams {
   int rank;
   int num_chunks;  // kPeerChunkBytes each
   int is_divided;  // 1: each rank sums a part and shows it, instead of summing everything
-  int unused;
+  int patience;    // seconds after which the sum goes on with what it has; 0: the kernel waits
 };
 static_assert(sizeof(PeerSumParams) == 80, "the same for every compiler");
 

@@ -4,7 +4,7 @@ dictionary."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import pytest
 
 from mlx_paged.engine.ranks import follow, peers
 from mlx_paged.engine.ranks.messages import LIMITS, START, Message
-from mlx_paged.engine.ranks.peers import connect_peers, mapped_buffers
+from mlx_paged.engine.ranks.peers import connect_peers, mapped_buffers, share_memory
 from mlx_paged.platform import Platform
 
 SIZE = 4
@@ -96,6 +96,29 @@ def test_ranks_of_several_machines_share_no_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(peers, "_machine", lambda: next(names))
     found, rounds = connect(*map(FakeMemory, range(SIZE)))
     assert set(found) == {"the ranks are on several machines"} and rounds == 1
+
+
+@pytest.mark.parametrize("wrong", [(), (2,), range(SIZE)])
+def test_all_ranks_forget_memory_in_which_one_gets_a_wrong_sum(
+    wrong: Collection[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    using: set[int] = set()
+    calls = SimpleNamespace(
+        use_peer_memory=lambda group, buffers: using.add(group.rank()),
+        try_peer_memory=lambda group: group.rank() not in wrong,
+        forget_peer_memory=lambda group: using.remove(group.rank()),
+    )
+    monkeypatch.setattr(peers, "ext", calls)
+    exchanged = Exchanged()
+
+    def share(rank: int) -> str | None:
+        group = SimpleNamespace(rank=lambda: rank)
+        return share_memory(FakeMemory(rank), group, exchanged.of(rank))  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        reasons = set(pool.map(share, range(SIZE)))
+    assert reasons == ({"the GPUs do not see each other's writes"} if wrong else {None})
+    assert using == (set() if wrong else set(range(SIZE)))
 
 
 def test_an_environment_variable_leaves_sums_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_ranks_add_up(tmp_path) -> None:
     "change",
     [
         ("* 2 + round % 2", "* 2"),
-        ("wait_for_flag(flag(params.rank, rank), round);", ";"),
+        ("wait_for_flag(flag(params.rank, rank), round, params.patience);", ";"),
         ("region(rank)[i]", "region((rank + params.rank) % RANKS)[i]"),
         ("peers.region(i / part)[i]", "peers.region(params.rank)[i]"),
         ("rounds[blockIdx.x] = peers.round", "rounds[blockIdx.x] = rounds[blockIdx.x] + 1"),

@@ -428,7 +428,9 @@ def launches(rows, dtype):
 before = launches(1, mx.float16)
 sim_ext.use_peer_memory(group, [0x1111, 0x2222])
 sums = [launches(*of) for of in ((1, mx.float16), (99, mx.bfloat16), (1, mx.float32))]
-results["sums"] = [before, *sums, launches(50_000, mx.float16)]
+large = launches(50_000, mx.float16)
+sim_ext.forget_peer_memory(group)
+results["sums"] = [before, *sums, large, launches(1, mx.float16)]
 print("RESULT", json.dumps(results))
 """
 
@@ -460,8 +462,8 @@ def test_ranks_reduce_and_gather_within_steps(tmp_path: Path) -> None:
         for name in ("gpu False", "gpu True", "whole"):
             assert np.max(results[name]) < 1e-4
         assert results["replays False"] >= 2, "the parts before and after the collective"
-        before, *sums, large = results["sums"]
-        assert before[1][0] == large[1][0] == "Sum AllReduce"
+        before, *sums, large, forgotten = results["sums"]
+        assert before[1][0] == large[1][0] == forgotten[1][0] == "Sum AllReduce"
         names = ["peer_sum_float16_2", "peer_sum_bfloat16_2", "peer_sum_float32_2"]
         assert [launches[1][0] for launches in sums] == names
         assert [launches[1][1] for launches in sums] == [1, 2, 1], "blocks"

@@ -82,7 +82,7 @@ struct PeerBlock {
       show_flag(flag(rank, params.rank), round);
     }
     for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) {
-      wait_for_flag(flag(params.rank, rank), round);
+      wait_for_flag(flag(params.rank, rank), round, params.patience);
     }
     __syncthreads();
   }

@@ -18,19 +18,24 @@ __device__ __forceinline__ unsigned int shown_flag(const unsigned int* flag) {
   return value;
 }
 
-// Waits until a flag, which only grows (and wraps around), has reached a value. The life monitor of
-// the ranks ends a process whose peer has died (engine/ranks/life.py), and its kernels with it.
-// This limit is the last resort: beyond it, the kernel fails.
-__device__ __forceinline__ void wait_for_flag(const unsigned int* flag, unsigned int value) {
-  constexpr unsigned int kPolls = 1 << 12;                // between two looks at the clock
-  constexpr unsigned long long kLimit = 120'000'000'000;  // ns
+// Waits until a flag, which only grows (and wraps around), has reached a value, for `patience`
+// seconds if that is positive. Otherwise the life monitor of the ranks ends a process whose peer
+// has died (engine/ranks/life.py), and its kernels with it; as a last resort, the kernel fails.
+__device__ __forceinline__ void wait_for_flag(
+    const unsigned int* flag, unsigned int value, int patience) {
+  constexpr unsigned int kPolls = 1 << 12;  // between two looks at the clock
+  constexpr int kMostSeconds = 120;
+  const unsigned long long limit = (patience > 0 ? patience : kMostSeconds) * 1'000'000'000ull;
   unsigned long long begin = 0;
   for (unsigned int polls = 1; int(shown_flag(flag) - value) < 0; polls++) {
     if (polls % kPolls == 0) {
       unsigned long long now;
       asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
       begin = begin ? begin : now;
-      if (now - begin > kLimit) {
+      if (now - begin > limit) {
+        if (patience > 0) {
+          return;
+        }
         __trap();
       }
     }

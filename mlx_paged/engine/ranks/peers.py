@@ -73,12 +73,27 @@ def connect_peers(group: mx.distributed.Group) -> None:
         shown = np.array(mx.distributed.all_sum(mx.array(shown), group=group))
         return [row.astype(np.uint8).tobytes() for row in shown]
 
-    buffers = mapped_buffers(CudaMemory(), group.rank(), exchange)
+    reason = share_memory(CudaMemory(), group, exchange)
+    if reason is None:
+        mx.distributed.all_sum = summed
+    else:
+        logger.warning("rank %d adds up over NCCL alone: %s", group.rank(), reason)
+
+
+def share_memory(memory: PeerMemory, group: mx.distributed.Group, exchange: Exchange) -> str | None:
+    """Lets `summed` use memory that a group's GPUs share, after a trial; or returns why it cannot.
+
+    Every rank must call it, and it returns None on all ranks or on none.
+    """
+    buffers = mapped_buffers(memory, group.rank(), exchange)
     if isinstance(buffers, str):
-        logger.warning("rank %d adds up over NCCL alone: %s", group.rank(), buffers)
-        return
+        return buffers
     ext.use_peer_memory(group, buffers)
-    mx.distributed.all_sum = summed
+    # On some machines without NVLink, a GPU can map memory whose writes it never sees.
+    if all(is_right[0] for is_right in exchange(bytes([ext.try_peer_memory(group)]))):
+        return None
+    ext.forget_peer_memory(group)
+    return "the GPUs do not see each other's writes"
 
 
 def mapped_buffers(memory: PeerMemory, rank: int, exchange: Exchange) -> list[int] | str:

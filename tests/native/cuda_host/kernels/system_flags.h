@@ -14,7 +14,7 @@ inline void show_flag(unsigned int* flag, unsigned int value) {
 }
 
 // A block that goes on late now and then still reads what others may write again.
-inline void wait_for_flag(const unsigned int* flag, unsigned int value) {
+inline void wait_for_flag(const unsigned int* flag, unsigned int value, int) {
   static std::atomic<unsigned int> seed = 0;
   thread_local std::minstd_rand rng(++seed);
   std::atomic_ref shown(*const_cast<unsigned int*>(flag));
