@@ -30,7 +30,7 @@ NOT_PRIMITIVES = {
     *("accepts", "build_info", "kernel_names", "pool_copies", "has_transfers", "limit_threads"),
     *("activations", "pipelines_to_come", "prepare_pipeline", "token_bytes", "crc32"),
     # Several ranks' work.
-    *("join_group", "all_sum", "use_peer_memory"),
+    *("join_group", "all_sum", "use_peer_memory", "try_peer_memory", "forget_peer_memory"),
     *("make_peer_buffer", "peer_buffer_handle", "open_peer_buffer"),
     # Whole steps are made of primitives.
     *("CpuExecutable", "max_cpu_step_rows", "max_gpu_step_rows", "placeholders"),
