@@ -29,6 +29,7 @@ from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.model.dense_prefill import PREPARED_MULTIPLE
 from mlx_paged.model.graph_runner import padded_decodes
+from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,9 @@ _MIXED = ((8, 512), (32, 0))
 # milliseconds for each product.
 _ROWS_PER_OCTAVE = 8
 _TOKENS_OF_LOAD = 1024  # of each prompt of such a step
-_SECONDS_OF_LOADS = 6.0  # for all of them: large models take longer, and start without the rest
+# For all of them, and for decodes of many rows that are no program, whose graphs MLX compiles for
+# seconds each: large models take longer, and start without the rest.
+_SECONDS_OF_OPTIONAL = 6.0
 _SLOT = 1  # of the adapter; the scheduler fills this one first
 
 
@@ -102,7 +105,7 @@ class Kind:
         temperature: Temperature of all sequences; 0 is greedy.
         num_decodes: Further sequences with one token in the step; they are as long as the others.
         at_once: Steps of prompts that are in flight together.
-        is_load: True if it is skipped once such steps have taken `_SECONDS_OF_LOADS`.
+        is_load: True if it is skipped once optional steps have taken `_SECONDS_OF_OPTIONAL`.
         settings: Key of the settings that the sequences have in turn; empty for `temperature`.
     """
 
@@ -244,6 +247,7 @@ def warm_up(
     """
     start = time.perf_counter()
     _load(runner, named if default is None else [*named, default])
+    seconds_of_adapters = time.perf_counter() - start
     adapters = [default] if default is not None else [None, *named[-1:]]
     model = runner.model
     shapes = kinds(
@@ -253,11 +257,12 @@ def warm_up(
         pads_decodes=model.pads_decodes,
     )
     wanted = [(kind, adapter) for adapter in adapters for kind in shapes]
-    seconds_of_loads = 0.0
+    seconds_of_optional = 0.0
+    slowest = (0.0, "no steps")
     for done, (kind, adapter) in enumerate(wanted):
         if on_step is not None:
             on_step(done, len(wanted))
-        if kind.is_load and seconds_of_loads >= _SECONDS_OF_LOADS:
+        if seconds_of_optional >= _SECONDS_OF_OPTIONAL and _is_optional(model, kind):
             continue
         began = time.perf_counter()
         try:
@@ -265,13 +270,28 @@ def warm_up(
         except Exception as error:
             logger.warning("%s could not be prepared: %s", kind, reason_of(error))
             mx.clear_cache()
-        if kind.is_load:
-            seconds_of_loads += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        slowest = max(slowest, (seconds, f"{kind} {'with' if adapter else 'without'} an adapter"))
+        if _is_optional(model, kind):  # A program may have been refused just now.
+            seconds_of_optional += seconds
     if on_step is not None:
         on_step(len(wanted), len(wanted))
     runner.reset()
-    logger.info("warmed up in %.1f s", time.perf_counter() - start)
+    logger.info(
+        "warmed up in %.1f s: %.1f s for loading adapters, and at most %.1f s for %s",
+        time.perf_counter() - start,
+        seconds_of_adapters,
+        *slowest,
+    )
     return len(wanted)
+
+
+def _is_optional(model: PagedModel, kind: Kind) -> bool:
+    """True if the steps run only while there is time (`_SECONDS_OF_OPTIONAL`)."""
+    is_decode = kind.num_tokens == 1 and not kind.num_decodes
+    return kind.is_load or (
+        is_decode and kind.num_sequences > _FEW and not model.runs_program(kind.num_sequences)
+    )
 
 
 def _load(runner: ModelRunner, adapters: Sequence[Adapter]) -> None:

@@ -502,6 +502,10 @@ class PagedModel:
         with patches.native_tower(self.platform):
             return self.model.encode(item)
 
+    def runs_program(self, num_rows: int) -> bool:
+        """True if a step of this many decodes becomes a GPU's executable, as far as is known."""
+        return self._compiled.reads_once(num_rows)
+
     @property
     def pads_decodes(self) -> bool:
         """True if plain decodes get further rows, so that they repeat the same few shapes.

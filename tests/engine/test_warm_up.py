@@ -131,15 +131,30 @@ def test_a_large_model_starts_without_the_rest_of_a_load(
 ) -> None:
     ran: list[Kind] = []
     monkeypatch.setattr(warm_up, "_run", lambda runner, kind, adapter: ran.append(kind))
-    monkeypatch.setattr(warm_up, "_SECONDS_OF_LOADS", 0.0)
+    monkeypatch.setattr(warm_up, "_SECONDS_OF_OPTIONAL", 0.0)
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=2)
     assert ran and not any(kind.is_load for kind in ran)
     assert ran[-1].settings, "all others run"
     ran.clear()
-    monkeypatch.setattr(warm_up, "_SECONDS_OF_LOADS", 60.0)
+    monkeypatch.setattr(warm_up, "_SECONDS_OF_OPTIONAL", 60.0)
     LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=2)
     assert any(kind.is_load for kind in ran)
+
+
+@pytest.mark.parametrize("is_program", [True, False])
+def test_decodes_of_many_rows_that_are_no_program_are_optional(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, is_program: bool
+) -> None:
+    """MLX would compile a graph of each number of rows."""
+    ran: list[Kind] = []
+    monkeypatch.setattr(warm_up, "_run", lambda runner, kind, adapter: ran.append(kind))
+    monkeypatch.setattr(warm_up, "_SECONDS_OF_OPTIONAL", 0.0)
+    monkeypatch.setattr(ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(PagedModel, "runs_program", lambda self, num_rows: is_program)
+    LLM(embedded_twin(), num_gpu_blocks_override=40, block_size=8, max_num_seqs=130)
+    sizes = {kind.num_sequences for kind in ran if kind.num_tokens == 1 and not kind.settings}
+    assert sizes == {1, 2, 4, 8, 16, 24, 32, 48, 64} | ({96, 128, 130} if is_program else set())
 
 
 def test_chunks_of_long_prompts_are_prepared() -> None:
