@@ -201,6 +201,21 @@ bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bo
   return k % 128 == 0 && bytes <= kQuantisedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
 }
 
+// The value of an environment variable that changes kernels, to find faults and to compare.
+int setting(const char* variable, int by_default) {
+  const char* set = std::getenv(variable);
+  return set ? std::atoi(set) : by_default;
+}
+
+// Maximum rows of x: without the copy engine, each block of 16 rows reads the weight again.
+int quantised_max_rows(CodeFormat format, const WeightCodes& codes, int k, TmaKernels tma) {
+  bool by_stream = tma >= TmaKernels::any && streams_quantised(format, codes, k);
+  return by_stream ? std::clamp(
+                         setting("MLX_PAGED_QUANTIZED_ROWS", kLibraryMaxRows), kLinearMaxRows,
+                         kLibraryMaxRows)
+                   : kLinearMaxRows;
+}
+
 // True if linear_quantised_wgmma serves the product.
 bool by_four_warps(
     CodeFormat format, const WeightCodes& codes, int num_rows, int k, TmaKernels tma) {
@@ -236,16 +251,17 @@ std::vector<MatrixMap> quantised_maps(
 
 }  // namespace
 
-bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes) {
+bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes, TmaKernels tma) {
+  auto format = kernel_format(codes);
   // Rows of codes are copied 16 bytes at a time.
-  return kernel_format(codes) && num_rows > 0 && num_rows <= kLinearMaxRows && n > 0 && k > 0 &&
-         k % codes.group_size == 0 && int64_t(k) * codes.bits % 128 == 0;
+  return format && num_rows > 0 && n > 0 && k > 0 && k % codes.group_size == 0 &&
+         int64_t(k) * codes.bits % 128 == 0 &&
+         num_rows <= quantised_max_rows(*format, codes, k, tma);
 }
 
 CodeOrder order_of_x(const ProductStep& step, TmaKernels tma) {
   auto format = step.codes ? kernel_format(*step.codes) : std::nullopt;
-  bool is_ordered = format && step.num_rows <= kLinearMaxRows &&
-                    by_four_warps(*format, *step.codes, step.num_rows, step.k, tma);
+  bool is_ordered = format && by_four_warps(*format, *step.codes, step.num_rows, step.k, tma);
   return is_ordered ? code_order(step.codes->bits, step.codes->group_size) : CodeOrder{};
 }
 
@@ -258,13 +274,15 @@ Launch quantised_launch(
   bool by_wgmma = by_four_warps(format, codes, params.num_rows, params.k, tma);
   Launch launch;
   if (by_stream) {
+    bool is_wide = by_wgmma && setting("MLX_PAGED_WIDE_PRODUCTS", 1) != 0;
+    tiles = std::min(tiles, is_wide ? quantised_wgmma_tiles(codes.bits) : kQuantisedStreamTiles);
     auto shape =
         quantised_stream_shape(format, codes.bits, codes.group_size, tiles, false, by_wgmma);
     uint32_t num_tiles = blocks_of(params, kQuantisedStreamRows / (params.is_gated ? 2 : 1));
     uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamMinColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
-    launch.grid = {num_tiles * blocks, 1, 1};
+    launch.grid = {num_tiles * blocks, uint32_t(div_up(params.num_rows, 8 * tiles)), 1};
     put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
     launch.threadgroup = {
         uint32_t(by_wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads), 1, 1};
@@ -419,10 +437,10 @@ Params constants_of(const Launch& launch) {
   throw UnsupportedGraph(what.str());
 }
 
-// True if the products' kernel does the work of their adapters.
+// True if the products' kernel does the work of their adapters. With more rows, its blocks would
+// wait long for those that multiply by the first matrices.
 bool adds_adapters(const ProductStep& step, TmaKernels tma) {
-  const char* wanted = std::getenv("MLX_PAGED_ADAPTERS_IN_PRODUCTS");
-  if (wanted && std::atoi(wanted) == 0) {
+  if (setting("MLX_PAGED_ADAPTERS_IN_PRODUCTS", 1) == 0 || step.num_rows > kLinearMaxRows) {
     return false;
   }
   bool is_served = step.codes
@@ -543,17 +561,17 @@ std::vector<Launch> library_products(const ProductStep& step, int workspace) {
 std::vector<Launch> product_launches(
     const ProductStep& step, const std::vector<StepOperand>& operands, int workspace,
     TmaKernels tma) {
-  bool is_many = step.num_rows > kLinearMaxRows;
+  bool by_library = !step.codes && step.num_rows > kLinearMaxRows;
   for (const auto& part : step.parts) {
-    bool served = step.codes ? serves_quantised(step.num_rows, part.n, step.k, *step.codes)
-                  : is_many  ? has_library_products() && step.num_rows <= kLibraryMaxRows &&
-                                   part.n % 8 == 0 && step.k % 8 == 0
-                             : serves_product(step.num_rows, part.n, step.k, false, tma);
+    bool served = step.codes   ? serves_quantised(step.num_rows, part.n, step.k, *step.codes, tma)
+                  : by_library ? has_library_products() && step.num_rows <= kLibraryMaxRows &&
+                                     part.n % 8 == 0 && step.k % 8 == 0
+                               : serves_product(step.num_rows, part.n, step.k, false, tma);
     if (step.dtype == DType::float32 || !served) {
       refuse_product(step, part.n);
     }
   }
-  if (!is_many && (!step.adapters || adds_adapters(step, tma))) {
+  if (!by_library && (!step.adapters || adds_adapters(step, tma))) {
     return {kernel_product(step, tma)};
   }
   ProductStep alone = step;
@@ -567,7 +585,7 @@ std::vector<Launch> product_launches(
       rows_in_order(launches.back(), order_of_x(step, tma));
     }
   }
-  if (is_many) {
+  if (by_library) {
     for (auto& launch : library_products(alone, workspace)) {
       launches.push_back(std::move(launch));
     }

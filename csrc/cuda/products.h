@@ -57,7 +57,7 @@ Launch quantised_launch(
     LinearParams params, DType dtype, const WeightCodes& codes, const LinearOperands& operands,
     TmaKernels tma);
 
-bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes);
+bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes, TmaKernels tma);
 
 // Order of x that the product's kernel reads fastest; it reorders x itself otherwise. Empty for
 // kernels that read x as it is.

@@ -109,11 +109,24 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
+// More rows of x than this are divided among blocks along y, each of which unpacks its weight rows
+// again. So columns are summed in the same order for any number of rows.
+constexpr int kQuantisedStreamTiles = 8;
+
 // linear_quantised_wgmma (sm_90a), used from this many tiles on: with fewer rows, reordering x for
 // all warps costs more than it saves.
 constexpr int kQuantisedWgmmaTiles = 4;
-constexpr int kQuantisedWgmmaBlocks = 2;
-constexpr int kQuantisedWgmmaThreads = 32 * 8;  // no producer warp: 128 registers per thread
+constexpr int kQuantisedWgmmaThreads = 32 * 8;  // no producer warp, so more registers per thread
+
+// Blocks per multiprocessor: two have 128 registers per thread, which the sums of 64 rows fill.
+constexpr int quantised_wgmma_blocks(int tiles) {
+  return tiles <= 8 ? 2 : 1;
+}
+
+// Maximum tiles of a block. 128 rows halve the work of unpacking a weight for each of them.
+constexpr int quantised_wgmma_tiles(int bits) {
+  return bits == 4 || bits == 8 ? 16 : kQuantisedStreamTiles;
+}
 
 // Tiles of the kernels for experts: one or this many.
 constexpr int kQuantisedExpertTiles = 4;
@@ -152,7 +165,7 @@ constexpr QuantisedStreamShape quantised_stream_shape(
   const int chunk = quantised_stream_chunk(bits);
   const int codes = kQuantisedStreamRows * chunk * bits / 8;
   const int stage = codes + 8 * tiles * chunk * 2;
-  const int blocks = wgmma ? kQuantisedWgmmaBlocks : quantised_stream_blocks(tiles);
+  const int blocks = wgmma ? quantised_wgmma_blocks(tiles) : quantised_stream_blocks(tiles);
   const int max_bytes = (blocks == 2 ? 112 : 216) * 1024;
   const int row = whole ? kQuantisedWholeScales : 16;
   const int scales = kQuantisedStreamRows * row * (format == CodeFormat::affine ? 2 : 1);

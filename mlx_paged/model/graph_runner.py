@@ -106,7 +106,7 @@ class Refusals:
     Attributes:
         steps: For all steps.
         executables: For all as executables of a GPU. `mx.compile` may repeat their graphs.
-        many_rows: For those of more than 64 rows as executables.
+        many_rows: For those of more than 64 rows as executables. Fewer kernels serve them.
         prompts: For those with prompts as executables.
     """
 

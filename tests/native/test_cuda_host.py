@@ -113,12 +113,39 @@ def test_products(tmp_path) -> None:
     assert compared(compiled(tmp_path, "stream")) > 50_000
 
 
+ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
+
+
 @pytest.mark.one_in(16)
 @needs_nvcc
 @ELEMENTS
 @pytest.mark.parametrize("bits", BITS)
 def test_quantised_products(tmp_path, bits: int, element: str) -> None:
     assert compared(compiled(tmp_path, "quantised", [f"CODE_BITS={bits}", element])) > 5_000
+
+
+@pytest.mark.one_in(8)
+@needs_nvcc
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_products_of_many_rows(tmp_path, bits: int) -> None:
+    kind = [f"CODE_BITS={bits}", "MANY_ROWS", BFLOAT16]
+    assert compared(compiled(tmp_path, "quantised", kind)) > 200_000
+
+
+@needs_nvcc
+@pytest.mark.one_in(32)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("turn, stream.xs_of(turn), Stream::first_x())", "turn, stream.xs_of(turn), 0)"),
+        ("first_x() + at; }", "at; }"),
+        ("min(params.num_rows - first_x(), 8 * TILES)", "8 * TILES"),
+    ],
+    ids=["the first rows of x", "outputs of the first rows", "rows past the last"],
+)
+def test_faults_of_many_rows_are_seen(tmp_path, before: str, after: str) -> None:
+    kind = ["CODE_BITS=4", "MANY_ROWS", BFLOAT16]
+    assert finds_a_fault(compiled(tmp_path, "quantised", kind, {STREAM: (before, after)}))
 
 
 @needs_nvcc
@@ -162,9 +189,6 @@ def test_products_of_experts(tmp_path, element: str) -> None:
 )  # fmt: skip
 def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]]) -> None:
     assert finds_a_fault(compiled(tmp_path, "experts", [BFLOAT16], changes))
-
-
-ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
 
 
 @needs_nvcc

@@ -37,6 +37,11 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
         (8, "none", "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
         (9, "none", "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
         (33, "small", "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
+        # More rows are divided among blocks.
+        (65, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 2, 1)),
+        (65, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 1, 1)),
+        (129, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 2, 1)),
+        (512, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 4, 1)),
     ],
 )
 def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any) -> None:
@@ -49,6 +54,24 @@ def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any
     assert len(launch["buffers"]) == 28
 
 
+@pytest.mark.parametrize(
+    ("variable", "bits", "expected"),
+    [("", 3, (8, 2)), ("", 8, (16, 1)), ("WIDE_PRODUCTS", 4, (8, 2))],
+)
+def test_how_many_rows_a_block_has(
+    monkeypatch: pytest.MonkeyPatch, variable: str, bits: int, expected: tuple[int, int]
+) -> None:
+    if variable:
+        monkeypatch.setenv(f"MLX_PAGED_{variable}", "0")
+    launch = launch_of(128, [4096], 4096, bits=bits, tma="wgmma")
+    assert launch and (int(launch["kernel"].split("_")[-1]), launch["grid"][1]) == expected
+
+
+def test_many_rows_can_be_left_to_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_PAGED_QUANTIZED_ROWS", "64")
+    assert launch_of(64, [4096], 4096) and not launch_of(65, [4096], 4096)
+
+
 def test_shared_memory() -> None:
     """Two blocks to a multiprocessor, or one; less than `TmaKernels::any` promises."""
     for rows in (1, 9, 17, 33):
@@ -58,6 +81,8 @@ def test_shared_memory() -> None:
             assert blocks * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
             launch = launch_of(rows, [4096], 4096, bits=bits, group_size=32, tma="wgmma")
             assert 2 * (launch["threadgroup_memory"] + 1024) <= 228 * 1024
+            launch = launch_of(100, [4096], 4096, bits=bits, group_size=32, tma="wgmma")
+            assert launch["threadgroup_memory"] <= 227 * 1024
 
 
 def test_how_columns_are_divided() -> None:
@@ -127,7 +152,10 @@ def test_every_format_fits_a_multiprocessor(mode_bits_group: tuple[str, int, int
         {"group_size": 256},
         {"bits": 7},
         {"mode": "mxfp4", "group_size": 64},
-        {"rows": 65},
+        {"rows": 513},
+        {"rows": 65, "tma": "none"},
+        {"rows": 65, "tma": "small"},
+        {"rows": 65, "k": 4096 + 256},  # scales that the copy engine cannot read
         {"rows": 0},
         {"k": 4096 + 32},  # half a group
         {"k": 64, "bits": 3},  # rows of 24 bytes
@@ -288,14 +316,14 @@ ORDERS = {
 @pytest.mark.parametrize("form", ORDERS, ids=str)
 def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[int, int]) -> None:
     order, mlp = ORDERS[form], Mlp(*form)
-    for rows in (17, 64):
+    for rows in (17, 64, 130):
         launches = launches_of(lambda x: [mlp(x)], rows, K, "wgmma")
         assert orders_of(launches) == [order, (True, order), (True, None)]
 
 
-def launches_with_adapters(tma: str, rank: int) -> list[dict[str, Any]]:
+def launches_with_adapters(tma: str, rank: int, rows: int = 32) -> list[dict[str, Any]]:
     """An MLP whose layers all have adapters."""
-    mlp, rows = Mlp(), 32
+    mlp = Mlp()
     slots = mx.zeros(rows, mx.int32)
     matrices = {
         (k, n): [mx.zeros((2, rank, size), mx.bfloat16) for size in (k, n)]
@@ -360,10 +388,12 @@ def test_blocks_for_adapters_leave_room_for_the_others() -> None:
     assert launch["grid"] == (264, 1, 1)
 
 
-@pytest.mark.parametrize(("tma", "rank"), [("none", 8), ("wgmma", 12)])
-def test_other_products_leave_their_adapters_to_a_kernel(tma: str, rank: int) -> None:
-    """Those without a copy engine, and those with ranks that are no multiple of 8."""
-    launches = launches_with_adapters(tma, rank)
+@pytest.mark.parametrize(
+    ("tma", "rank", "rows"), [("none", 8, 32), ("wgmma", 12, 32), ("wgmma", 8, 65)]
+)
+def test_other_products_leave_their_adapters_to_a_kernel(tma: str, rank: int, rows: int) -> None:
+    """Those without a copy engine, with ranks that are no multiple of 8, and of many rows."""
+    launches = launches_with_adapters(tma, rank, rows)
     suffix = "_ordered_64_4" if tma == "wgmma" else ""
     names = [launch["kernel"] for launch in launches]
     assert [name for name in names if not name.startswith("linear_")] == [

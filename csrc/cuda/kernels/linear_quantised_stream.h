@@ -95,6 +95,9 @@ struct QuantisedStream {
   }
   __device__ __forceinline__ int pitch() const { return WHOLE ? whole_pitch : 16; }
 
+  // First of the block's rows of x. Computed where it is needed, so that it holds no register.
+  __device__ __forceinline__ static int first_x() { return blockIdx.y * (8 * TILES); }
+
   // First of the warp's 32 rows in the tile.
   __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 % 4 * 32; }
 
@@ -593,8 +596,9 @@ struct QuantisedStream {
     }
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
-        params, parts, which, tile_of_weight, residual, rotations, slots, [](int at) { return at; },
-        params.num_rows, rank * kThreads + threadIdx.x, num_ranks * kThreads,
+        params, parts, which, tile_of_weight, residual, rotations, slots,
+        [](int at) { return first_x() + at; }, min(params.num_rows - first_x(), 8 * TILES),
+        rank * kThreads + threadIdx.x, num_ranks * kThreads,
         [&](int at, int output) {
           if (num_ranks == 1) {
             return *reinterpret_cast<const float4*>(results + at * kQuantisedStreamPitch + output);
@@ -657,7 +661,8 @@ struct QuantisedStream {
 
 #endif
 
-// TILES: tiles of eight rows of x. Grid: weight tiles x blocks per cluster.
+// TILES: tiles of eight rows of x. Grid: (weight tiles x blocks per cluster, x rows). A launch with
+// adapters has one block along y.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
 __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
     linear_quantised_stream_entry(
@@ -680,7 +685,9 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
           paged::let_next_kernel_begin();
           paged::wait_for_kernel_before();
         },
-        [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); });
+        [&](const auto& turn) {
+          stream.copy_rows(maps.x, turn, stream.xs_of(turn), Stream::first_x());
+        });
     Stream::wait_for_adapters(params, adapter_operands);
   }
   float* results = stream.multiply_and_store(shared);
@@ -689,9 +696,10 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
 }
 
 // The same result, to the bit, by warpgroup products of sm_90a. There is no producer warp: two
-// blocks of eight warps leave 128 registers per thread, two of nine would leave 96.
+// blocks of eight warps leave 128 registers per thread, two of nine would leave 96. One block of 16
+// tiles has as many sums.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
+__global__ void __launch_bounds__(kQuantisedWgmmaThreads, quantised_wgmma_blocks(TILES))
     linear_quantised_wgmma_entry(QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
 #ifdef PAGED_HAS_WGMMA
   using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
@@ -703,7 +711,9 @@ __global__ void __launch_bounds__(kQuantisedWgmmaThreads, kQuantisedWgmmaBlocks)
   }
   const Stream stream(params, paged::shared_address(shared));
   auto no_parts = [](bool, bool) { return nullptr; };
-  auto copy_x = [&](const auto& turn) { stream.copy_rows(maps.x, turn, stream.xs_of(turn), 0); };
+  auto copy_x = [&](const auto& turn) {
+    stream.copy_rows(maps.x, turn, stream.xs_of(turn), Stream::first_x());
+  };
   stream.begin();
   if (threadIdx.x == 0) {
     stream.copy(

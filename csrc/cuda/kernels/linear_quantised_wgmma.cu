@@ -11,11 +11,18 @@ using namespace mlx_paged::cuda;
 #define WGMMA(dtype, type, format, bits, group, tiles)                           \
   {"linear_quantised_wgmma_" #dtype "_" #format "_" #bits "_" #group "_" #tiles, \
    linear_quantised_wgmma_entry<type, CodeFormat::format, bits, group, tiles>},
-#define DTYPES(format, bits, group)                      \
-  WGMMA(float16, __half, format, bits, group, 4)         \
-  WGMMA(float16, __half, format, bits, group, 8)         \
-  WGMMA(bfloat16, __nv_bfloat16, format, bits, group, 4) \
-  WGMMA(bfloat16, __nv_bfloat16, format, bits, group, 8)
+#if PAGED_CODE_BITS == 4 || PAGED_CODE_BITS == 8
+#define MANY_ROWS(dtype, type, format, bits, group) WGMMA(dtype, type, format, bits, group, 16)
+#else
+#define MANY_ROWS(dtype, type, format, bits, group)
+#endif
+#define TILES(dtype, type, format, bits, group) \
+  WGMMA(dtype, type, format, bits, group, 4)    \
+  WGMMA(dtype, type, format, bits, group, 8)    \
+  MANY_ROWS(dtype, type, format, bits, group)
+#define DTYPES(format, bits, group)           \
+  TILES(float16, __half, format, bits, group) \
+  TILES(bfloat16, __nv_bfloat16, format, bits, group)
 #define GROUPS(bits)       \
   DTYPES(affine, bits, 32) \
   DTYPES(affine, bits, 64) \

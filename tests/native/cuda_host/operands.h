@@ -59,6 +59,11 @@ CUtensorMap map_of(
 enum class Kind { plain, gated, heads };
 
 constexpr int kHead = 64;  // dims of a head
+#ifdef MANY_ROWS
+constexpr int kMostRows = 136;  // of x, more than any block has
+#else
+constexpr int kMostRows = 64;
+#endif
 
 template <typename T>
 constexpr double kUnit = kIsHalf<T> ? 0x1p-11 : 0x1p-8;  // of rounding
@@ -143,7 +148,7 @@ struct TestAdapters {
   TestAdapters(std::mt19937& rng, int rank, int k, std::vector<int> ns, std::vector<bool> changed)
       : rank(rank), k(k), ns(ns), changed(changed) {
     std::normal_distribution<double> normal;
-    for (int i = 0; i < 64; i++) {
+    for (int i = 0; i < kMostRows; i++) {
       adapters.push_back(i % 4 == 3 ? i % 8 == 3 ? -1 : kCount : (i / 3) % kCount);
     }
     auto random = [&](int n, double scale) {
@@ -213,13 +218,13 @@ struct TestAdapters {
   }
 };
 
-// Slots of 64 rows, some of them none, and cosines and sines for them.
+// Slots of kMostRows rows, some of them none, and cosines and sines for them.
 void fill_heads(std::mt19937& rng, std::vector<float>& rotations, std::vector<int>& slots) {
   std::normal_distribution<double> normal;
-  slots.resize(64);
-  rotations.resize(64 * kHead);
-  for (int i = 0; i < 64; i++) {
-    slots[i] = i % 5 == 3 ? -1 : (i * 7) % 64;
+  slots.resize(kMostRows);
+  rotations.resize(kMostRows * kHead);
+  for (int i = 0; i < kMostRows; i++) {
+    slots[i] = i % 5 == 3 ? -1 : (i * 7) % kMostRows;
     for (int j = 0; j < kHead / 2; j++) {
       double angle = normal(rng);
       rotations[i * kHead + j] = float(std::cos(angle));

@@ -299,7 +299,7 @@ void bind_simulator(nb::module_& m) {
             {"nvfp4", Format::nvfp4}};
         WeightCodes codes{formats.at(mode), bits, group_size};
         for (int n : outputs) {
-          if (!cuda::serves_quantised(num_rows, n, k, codes)) {
+          if (!cuda::serves_quantised(num_rows, n, k, codes, tma_named(tma))) {
             return std::nullopt;
           }
         }
