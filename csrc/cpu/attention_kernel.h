@@ -21,16 +21,10 @@ inline void attend_as(
   for (int head = head_begin; head < head_end; head++) {
     State state(at, scratch, head - head_begin);
     load_queries<T>(args, item, head, at, state.queries);
-    for (int lane = 0; lane < at.lanes; lane++) {
-      state.row_max[lane] = -kInf;
-      state.row_sum[lane] = 0;
-    }
-    __builtin_memset(state.acc, 0, sizeof(float) * at.lanes * at.value_dim);
+    state.clear_sums(at);
   }
-  // Tiles are aligned to multiples of kTile regardless of the item's start, so that a row's sums
-  // have a fixed order.
   for (int token = item.token_begin, count; token < item.token_end; token += count) {
-    count = min(kTile - token % kTile, item.token_end - token);
+    count = tokens_in_tile(item, token);
     if (at.lanes < kConvertFrom) {
       decode_tile(args, item, at, head_begin, head_end, token, count, scratch);
     } else {

@@ -61,10 +61,16 @@ inline Item read_item(const AttentionArgs& args, int index) {
   return item;
 }
 
-// Offsets in a task's scratch, in floats: converted rows, then the state of each head.
+// Number of tokens of the item from `token` to the end of its tile. Tiles are aligned to multiples
+// of kTile regardless of the item's start, so that a row's sums have a fixed order.
+inline int tokens_in_tile(const Item& item, int token) {
+  return min(kTile - token % kTile, item.token_end - token);
+}
+
+// Offsets in a task's scratch, in floats: converted rows, transposed keys, then each head's state.
 struct Layout {
   int lanes, key_dim, value_dim;  // dims padded to whole vectors
-  size_t shared_end;
+  size_t transposed, shared_end;
   size_t queries, acc, row_max, row_sum, alpha, scores, per_head;
 
   Layout(const AttentionArgs& args, int rows) {
@@ -75,10 +81,19 @@ struct Layout {
     bool has_nibbles =
         args.keys.format == PoolFormat::int4 || args.values.format == PoolFormat::int4;
     int converted = lanes >= kConvertFrom ? kTile : has_nibbles ? kChunk : 0;
-    shared_end = size_t(converted) * max(key_dim, value_dim);
+    transposed = size_t(converted) * max(key_dim, value_dim);
+    shared_end = transposed;
+#if defined(__AVX512F__)
+    shared_end += lanes >= kConvertFrom ? kTransposed * key_dim : 0;
+#endif
+    place_state(size_t(lanes) * key_dim);
+  }
+
+  // Places the state of a head, whose queries take `query_floats`.
+  void place_state(size_t query_floats) {
     size_t padded_lanes = round_up(lanes, kWidth);
     queries = 0;
-    acc = queries + size_t(lanes) * key_dim;
+    acc = queries + query_floats;
     row_max = acc + size_t(lanes) * value_dim;
     row_sum = row_max + padded_lanes;
     alpha = row_sum + padded_lanes;
@@ -99,6 +114,15 @@ struct State {
     row_sum = base + at.row_sum;
     alpha = base + at.alpha;
     scores = base + at.scores;
+  }
+
+  // No key is seen yet.
+  void clear_sums(const Layout& at) const {
+    for (int lane = 0; lane < at.lanes; lane++) {
+      row_max[lane] = -kInf;
+      row_sum[lane] = 0;
+    }
+    __builtin_memset(acc, 0, sizeof(float) * at.lanes * at.value_dim);
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include "simd.h"
 #include "sums.h"
+#include "transpose.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
@@ -47,6 +48,82 @@ inline void dot(
   }
   store_sums(sums, scores, kTile);
 }
+
+#if defined(__AVX512F__)
+constexpr int kTransposed = 2 * kWidth;  // tokens of a transposed piece of a tile
+
+// Transposes rows [begin, begin + kTransposed) of a tile whose first of `count` rows is at `first`.
+// Places without a row repeat the nearest one.
+inline void transpose_keys(
+    const float* const* rows, int first, int count, int begin, int dim, float* out) {
+  for (int v = 0; v < kTransposed; v += kWidth) {
+    const float* from[kWidth];
+    for (int t = 0; t < kWidth; t++) {
+      const int i = begin + v + t - first;
+      from[t] = rows[i < 0 ? 0 : i < count ? i : count - 1];
+    }
+    for (int d = 0; d < dim; d += kWidth) {
+      __m512i vectors[kWidth];
+      for (int t = 0; t < kWidth; t++) {
+        vectors[t] = (__m512i)load(from[t] + d);
+      }
+      transpose(vectors);
+      for (int i = 0; i < kWidth; i++) {
+        store(out + (d + i) * kTransposed + v, (VecF)vectors[i]);
+      }
+    }
+  }
+}
+
+// The same as dot() for kTransposed tokens of `keys` [dim, kTransposed], in the same order: a
+// vector's element becomes a vector of tokens, and its additions are those of store_sums. That
+// needs no shuffles, which take as long there as a head dim of 64.
+template <int R>
+inline void dot_transposed(
+    const float* q, int q_stride, const float* keys, int dim, float* scores) {
+  constexpr int kVectors = kTransposed / kWidth;
+  struct Sums {
+    VecF of[R][kVectors];
+    Sums operator+(const Sums& other) const {
+      Sums result;
+      for (int r = 0; r < R; r++) {
+        for (int v = 0; v < kVectors; v++) {
+          result.of[r][v] = of[r][v] + other.of[r][v];
+        }
+      }
+      return result;
+    }
+  };
+  auto sum_of_two = [&](int d, int other) {
+    Sums a{}, b{};
+    for (; d < dim; d += kWidth, other += kWidth) {
+      VecF ka[kVectors], kb[kVectors];
+      for (int v = 0; v < kVectors; v++) {
+        ka[v] = load(keys + d * kTransposed + v * kWidth);
+        kb[v] = load(keys + other * kTransposed + v * kWidth);
+      }
+      for (int r = 0; r < R; r++) {
+        const VecF qa = splat(q[r * q_stride + d]);
+        const VecF qb = splat(q[r * q_stride + other]);
+        for (int v = 0; v < kVectors; v++) {
+          a.of[r][v] += qa * ka[v];
+          b.of[r][v] += qb * kb[v];
+        }
+      }
+    }
+    return a + b;
+  };
+  auto sum_of_quarter = [&](int d) { return sum_of_two(d, d + 2) + sum_of_two(d + 1, d + 3); };
+  const Sums low = sum_of_quarter(0) + sum_of_quarter(4);
+  const Sums high = sum_of_quarter(8) + sum_of_quarter(12);
+  const Sums all = low + high;
+  for (int r = 0; r < R; r++) {
+    for (int v = 0; v < kVectors; v++) {
+      store(scores + r * kTile + v * kWidth, all.of[r][v]);
+    }
+  }
+}
+#endif
 
 // out[r * out_stride + c] = alpha[r] * itself + sum_i a[r * a_stride + i] * b[i][b_offset + c], for
 // R rows and C vectors of columns. The last vector has `tail` elements (0: all are whole).

@@ -205,11 +205,15 @@ inline float sum(VecF v) {
 }
 
 inline float max(VecF v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float m = v[0];
   for (int i = 1; i < kWidth; i++) {
     m = v[i] > m ? v[i] : m;
   }
   return m;
+#endif
 }
 
 inline int sum(VecI v) {

@@ -9,7 +9,7 @@
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 // Sums each vector into c (row stride ldc). Rows and Columns are at most 4; the order of summation
-// is the same for all of them.
+// is the same for all of them, and with AVX-512 that of dot_transposed in matmul.h.
 template <int Rows, int Columns>
 inline void store_sums(const VecF (&sums)[Rows][Columns], float* c, int64_t ldc) {
 #if defined(__AVX512F__)

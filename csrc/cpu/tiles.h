@@ -277,13 +277,32 @@ inline void tile_rows(
   });
 }
 
+// Computes prefill's scores of the tile that contains the token at `first` in it.
+inline void score_rows(
+    const Layout& at, const State& state, int first, int count, const float* const* rows,
+    float* scratch) {
+#if defined(__AVX512F__)
+  float* keys = scratch + at.transposed;
+  for (int begin = first / kTransposed * kTransposed; begin < first + count; begin += kTransposed) {
+    transpose_keys(rows, first, count, begin, at.key_dim, keys);
+    for_lanes(at.lanes, [&](int lane, auto group) {
+      dot_transposed<decltype(group)::kCount>(
+          state.queries + size_t(lane) * at.key_dim, at.key_dim, keys, at.key_dim,
+          state.scores + lane * kTile + begin);
+    });
+  }
+#else
+  score_chunk(at, state, first, rows, 0, at.key_dim, 0, count);
+#endif
+}
+
 inline void prefill_tile(
     const AttentionArgs& args, const Item& item, const Layout& at, int kv_head, int token,
     int count, float* scratch, const State& state) {
   const float* rows[kTile];
   tile_rows(args, args.keys, item, kv_head, token, count, at.key_dim, scratch, rows);
   int first = token % kTile;
-  score_chunk(at, state, first, rows, 0, at.key_dim, 0, count);
+  score_rows(at, state, first, count, rows, scratch);
   weigh(args, item, at, kv_head, token, count, state);
   tile_rows(args, args.values, item, kv_head, token, count, at.value_dim, scratch, rows);
   matmul(
