@@ -1,9 +1,9 @@
-"""Sums over ranks within a captured step: memory that GPUs share, against NCCL.
+"""All-reduces within a captured step: shared GPU memory against NCCL.
 
-python bench/rank_sums.py --ranks 2 4      # on a machine with as many GPUs
+python bench/rank_sums.py --ranks 2 4      # on a machine with that many GPUs
 
-Each size is checked against NCCL's sum, with the same bits on every rank, and then timed: a step
-has many sums with a norm after each, and one without sums is subtracted.
+Every size is first checked: close to NCCL's sum, and the same bits on every rank. Then a captured
+step of many sums, each followed by a norm, is timed, minus the same step without sums.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from mlx_paged.engine.ranks.peers import connect_peers
 
 NUM_SUMS = 56
 REPEATS = 30
-#: [rows, columns]: hidden states of models with 3 and 70 billion parameters.
+# [rows, columns] of hidden states in models with 3 and 70 billion parameters.
 SHAPES = [(1, 3072), (32, 3072), (1, 8192), (8, 8192), (32, 8192), (128, 8192), (256, 8192)]
 
 
 def step_us(shape: tuple[int, int], sums: Callable[[mx.array], mx.array]) -> float:
-    """Median microseconds of a step of norms, each after `sums`."""
+    """Returns the median microseconds of a step with `NUM_SUMS` norms, each after `sums`."""
     weight = mx.ones((shape[1],), dtype=mx.bfloat16)
     [x] = executables.placeholders([mx.zeros(shape, dtype=mx.bfloat16)])
     out = x
     for _ in range(NUM_SUMS):
         out = ops.rms_norm(sums(out), weight, 1e-5)
-    # Launches that write results are not captured.
+    # The launch that writes the result is not captured, so add one more norm.
     step = executables.GpuExecutable([x], [ops.rms_norm(out, weight, 1e-5)])
     given = mx.ones(shape, dtype=mx.bfloat16)
     mx.eval(given)
@@ -52,10 +52,10 @@ def step_us(shape: tuple[int, int], sums: Callable[[mx.array], mx.array]) -> flo
 
 
 def check(group: mx.distributed.Group, by_nccl: Callable[..., mx.array]) -> int:
-    """Compares sums of all dtypes; returns how many were compared.
+    """Checks sums of all dtypes against NCCL; returns how many it compared.
 
     Raises:
-        AssertionError: A sum is wrong, or ranks have different bits.
+        AssertionError: A sum is wrong, or differs between ranks.
     """
     compared = 0
     for dtype in (mx.float32, mx.float16, mx.bfloat16):

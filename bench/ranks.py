@@ -1,16 +1,15 @@
 """Decode steps and prefill of one model on one, two and four ranks, with random weights.
 
 python bench/ranks.py                                   # on a machine with two or four GPUs
-python bench/ranks.py --models tiny --ranks 1 2         # on two CPU cores: does it run?
+python bench/ranks.py --models tiny --ranks 1 2         # smoke test on two CPU cores
 python bench/ranks.py --models 70B --ranks 1 2 4 --layers 20
-python bench/ranks.py --pipeline                        # whole layers on each rank
+python bench/ranks.py --pipeline                        # pipeline instead of tensor parallelism
 MLX_PAGED_PEER_SUMS=0 python bench/ranks.py             # all sums over NCCL
 
-Every rank reads its part from files, which are written first (`--folder`, in main memory by
-default). `--layers` limits the layers of all models, because those of the 70B shape do not fit on
-one GPU in bfloat16, and the vocabulary in proportion; the results say how many a model had. Aims
-for 70B at 32 x 1024: steps 1.7 times as fast on two GPUs, 2.9 times on four. Each measurement has a
-process of its own, whose ranks end with it.
+Every rank reads its part of a checkpoint that is written first (`--folder`, by default in main
+memory). `--layers` caps the number of layers, because the 70B shape in bfloat16 does not fit on one
+GPU, and shrinks the vocabulary in proportion; the results record both. Goals for 70B at 32 x 1024:
+steps 1.7 times as fast on two GPUs, 2.9 times on four. Each measurement runs in its own process.
 """
 
 from __future__ import annotations
@@ -73,14 +72,17 @@ OUTPUT_TOKENS = 64
 
 
 def layers_of(name: str, most: int | None) -> int:
-    """Layers that a model has here: `most`, if it has more."""
+    """Returns the number of layers to measure: all, or at most `most`."""
     whole = int(CONFIGS[name]["num_hidden_layers"])
     return whole if most is None else min(whole, most)
 
 
 def config_of(name: str, num_layers: int) -> dict[str, Any]:
-    """A model's config.json with fewer layers, and a vocabulary as much smaller, so that the output
-    projection, which every rank has whole, takes the same share of a step."""
+    """Returns a model's config.json with fewer layers.
+
+    The vocabulary shrinks in proportion, so that the output projection, which every rank holds
+    whole, keeps its share of a step.
+    """
     config = CONFIGS[name]
     share = num_layers / config["num_hidden_layers"]
     vocab_size = config["vocab_size"]
@@ -90,7 +92,7 @@ def config_of(name: str, num_layers: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, name: str, bits: int, num_layers: int) -> Path:
-    """Writes a model with random weights; those of one layer serve all."""
+    """Writes a model with random weights, the same in every layer; returns its directory."""
     path = folder / f"{name}-{bits}"
     path.mkdir(parents=True)
     config = config_of(name, num_layers)
@@ -107,7 +109,7 @@ def write_model(folder: Path, name: str, bits: int, num_layers: int) -> Path:
             tensors |= zip((f"{owner}.{s}" for s in ("weight", "scales", "biases")), parts)
         else:
             tensors[place] = 1 + values if "norm" in place else values
-    # One file would do for all layers, but a reader refuses tensors that share bytes.
+    # Written once per layer, because readers refuse tensors that share bytes.
     layers = {
         place.replace(".layers.0.", f".layers.{i}."): array
         for place, array in tensors.items()
@@ -121,7 +123,7 @@ def write_model(folder: Path, name: str, bits: int, num_layers: int) -> Path:
     return path
 
 
-# --- In a process of its own ----------------------------------------------------------------------
+# --- In a separate process ------------------------------------------------------------------------
 
 
 def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -130,7 +132,7 @@ def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def decode(engine: Engine, num_rows: int, length: int) -> dict[str, float]:
-    """Median milliseconds of a step, once all sequences decode, and prompt tokens per second."""
+    """Returns the median milliseconds of a pure decode step, and prompt tokens per second."""
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS + num_rows, ignore_eos=True)
     prompts = prompts_of(num_rows, length, engine.vocab_size)
     start = time.perf_counter()
@@ -186,7 +188,7 @@ def measure(
 
 
 def measured(model: Path, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures in a new process; returns its results, or its failure."""
+    """Measures in a new process; returns its results, or ``{"error": ...}``."""
     command = [sys.executable, __file__, "--measure", str(model), "--ranks", str(ranks)]
     command += ["--rows", *map(str, options.rows), "--length", str(options.length)]
     command += ["--pipeline"] if options.pipeline else []
@@ -219,15 +221,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS)[:3])
     parser.add_argument("--bits", nargs="+", type=int, choices=(4, 16), default=[16, 4])
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--layers", type=int, help="maximum layers of a model")
-    parser.add_argument("--pipeline", action="store_true", help="divide the list of layers")
+    parser.add_argument("--layers", type=int, help="maximum number of layers")
+    parser.add_argument(
+        "--pipeline", action="store_true", help="pipeline instead of tensor parallelism"
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument(
-        "--step-tokens", type=int, help="of prompts in a step; fewer make the start faster"
+        "--step-tokens", type=int, help="max_num_batched_tokens; fewer make startup faster"
     )
-    parser.add_argument("--folder", type=Path, help="for the models' files")
-    parser.add_argument("--name", default="ranks", help="of the file of results")
+    parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
+    parser.add_argument("--name", default="ranks", help="name of the file in bench/results")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure is not None:

@@ -2,9 +2,9 @@
 
     python bench/step_worker.py mlx_paged|vllm
 
-It reads requests from stdin, one JSON object a line: ``{"method": NAME, **arguments}``. It answers
-each with ``{"value": ...}`` or ``{"error": TEXT}`` on stdout; whatever the engines print goes to
-stderr. vLLM's Python environment needs nothing of this package.
+Reads requests from stdin, one JSON object per line: ``{"method": NAME, **arguments}``. Answers each
+on stdout with ``{"value": ...}`` or ``{"error": TEXT}``; anything that the engines print goes to
+stderr. vLLM's Python environment does not need this package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 Tokens = list[list[int]]
 BLOCK = 32  # tokens of our KV blocks
 SEED = 7
-# Only checked when vLLM starts: its cache has the size of `kv_cache_memory_bytes`.
+# vLLM only checks this at startup: `kv_cache_memory_bytes` sizes its cache.
 VLLM_MEMORY_SHARE = 0.02
 VLLM_STEP_TOKENS = 8192
 ARCHITECTURES = {
@@ -32,8 +32,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-# GPTQ's usual form, which vLLM multiplies by Machete on Hopper, and Marlin in experts. Here the
-# head is quantized too, as it is in MLX's checkpoints; routers are not.
+# GPTQ's usual settings, for which vLLM uses Machete on Hopper, and Marlin in experts. The LM head
+# is quantized too, as in MLX's checkpoints; routers are not.
 GPTQ = {
     "quant_method": "gptq",
     "bits": 4,
@@ -50,7 +50,7 @@ GPTQ = {
 
 
 class Engine:
-    """One of the engines."""
+    """The interface of both engines."""
 
     def load(self) -> None:
         """Imports the engine."""
@@ -59,22 +59,22 @@ class Engine:
     def start(
         self, name: str, config: dict[str, Any], rows: list[int], max_len: int, pool_tokens: int
     ) -> dict[str, Any]:
-        """Makes a model with random weights, and the engine.
+        """Creates a model with random weights, and the engine.
 
         Args:
             name: A key of `CONFIGS`; "4 bits" in it means quantized weights.
             config: The model's config.json.
-            rows: Numbers of sequences that will run.
+            rows: Batch sizes that will run.
             max_len: Tokens of the longest sequence.
-            pool_tokens: Tokens for which the KV cache has room.
+            pool_tokens: Capacity of the KV cache in tokens.
 
         Returns:
-            Versions of the engine.
+            The engine's versions.
         """
         raise NotImplementedError
 
     def generate(self, prompts: Tokens, max_tokens: int, params: dict[str, float]) -> Tokens:
-        """Returns the answers, all of `max_tokens` tokens."""
+        """Returns one answer per prompt, each with `max_tokens` tokens."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class Ours(Engine):
 
 
 class Vllm(Engine):
-    """vLLM with its defaults, but CUDA graphs for the measured numbers of rows alone."""
+    """vLLM with its defaults, but with CUDA graphs only for the measured batch sizes."""
 
     def load(self) -> None:
         if importlib.util.find_spec("flashinfer") is None:
@@ -155,7 +155,7 @@ class Vllm(Engine):
 
 
 def vllm_config(config: dict[str, Any], quantized: bool) -> dict[str, Any]:
-    """Our model's config.json as Hugging Face's checkpoints have it."""
+    """Returns our model's config.json with the fields of Hugging Face's checkpoints."""
     found = {
         **config,
         "architectures": [ARCHITECTURES[config["model_type"]]],
@@ -171,16 +171,16 @@ def vllm_config(config: dict[str, Any], quantized: bool) -> dict[str, Any]:
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
-    """Bytes of a token's keys and values in 16 bits."""
+    """Returns the bytes of a token's keys and values in 16 bits."""
     heads = config["num_key_value_heads"] * config["head_dim"]
     return int(2 * 2 * config["num_hidden_layers"] * heads)
 
 
 def fill_quantized_weights() -> None:
-    """Lets vLLM's dummy loader fill quantized weights too.
+    """Patches vLLM's dummy loader to fill quantized weights too.
 
-    It leaves integers uninitialized. If they are all zero, all rows get the same token, and with
-    it the same experts. vLLM's engine is forked from this process, so it loads with this change.
+    It leaves integers uninitialized, and with zeros every row would get the same token, and so the
+    same experts. vLLM forks its engine from this process, so the patch applies there.
     """
     import torch
     from vllm.model_executor.model_loader import dummy_loader
@@ -212,7 +212,7 @@ class Worker:
         return self._engine.start(**arguments)
 
     def prompts(self, lengths: list[int], vocab_size: int) -> None:
-        """Makes the prompts of the following calls; they depend only on the arguments."""
+        """Creates the prompts of later calls, which depend only on the arguments."""
         rng = np.random.default_rng((SEED, len(lengths), lengths[0]))
         self._prompts = [rng.integers(3, vocab_size, n).tolist() for n in lengths]
 
@@ -220,17 +220,19 @@ class Worker:
         """Generates once.
 
         Returns:
-            ``seconds``, and the number of ``distinct`` last tokens: if it is small, so is the
-            number of experts that a step needs.
+            ``seconds``, and the number of ``distinct`` last tokens: few of them mean that a step
+            uses few experts.
+
+        Raises:
+            RuntimeError: An answer has fewer than `max_tokens` tokens.
         """
         gc.collect()
         start = time.perf_counter()
         answers = self._engine.generate(self._prompts, max_tokens, params)
         seconds = time.perf_counter() - start
         if any(len(tokens) != max_tokens for tokens in answers):
-            raise RuntimeError(
-                f"answers of {sorted(map(len, answers))[0]} tokens, not {max_tokens}"
-            )
+            shortest = min(map(len, answers))
+            raise RuntimeError(f"answers must have {max_tokens} tokens but one has {shortest}")
         return {"seconds": seconds, "distinct": len({tokens[-1] for tokens in answers})}
 
 

@@ -1,17 +1,17 @@
-"""Decode steps on a GPU against vLLM: whole calls of `LLM.generate`, in turns, random weights.
+"""Decode steps on a GPU against vLLM: alternating calls of `LLM.generate`, random weights.
 
 python bench/vllm_steps.py --vllm-env PYTHONPATH=DIR    # all models; vLLM is in DIR (pip --target)
 python bench/vllm_steps.py --only 3b 8b --modes greedy --vllm-python /opt/vllm/bin/python
 python bench/vllm_steps.py --engines mlx_paged          # either engine alone
 python bench/vllm_steps.py --tiny --engines mlx_paged   # smoke test: seconds on a CPU
 
-Each engine has a process and a Python environment of its own (`step_worker.py`). Both stay on the
-GPU, with KV caches of the same number of tokens, and only one computes at a time. The time of a
-step is that of a call minus that of a shorter one, divided by the difference of their tokens; the
-prompts come from the prefix cache. The file is written after every row.
+Each engine runs in its own process and Python environment (`step_worker.py`). Both stay on the GPU,
+with KV caches for the same number of tokens, and only one computes at a time. A step's time is the
+difference between a long and a short call, divided by the difference in output tokens; prompts come
+from the prefix cache. Results are saved after every row.
 
-Both models have the same shape. Quantized ones have their engine's usual 4-bit format: MLX's in
-groups of 64 with bias, 4.5 bits a weight; GPTQ in groups of 128 for vLLM, 4.1 bits.
+Both models have the same shape. Quantized ones use the usual 4-bit format of each engine: groups of
+64 with bias for MLX (4.5 bits per weight), GPTQ in groups of 128 for vLLM (4.1 bits).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from whole_calls import CONFIGS, DECODE
 WORKER = Path(__file__).with_name("step_worker.py")
 NAMES = ("mlx_paged", "vllm")
 USUAL = ("1 x 1024", "32 x 1024", "256 x 1024")
-# In the order of their importance, in case the time ends.
+# Most important first, in case time runs out.
 PARTS = {
     "3b": ("Llama-3.2-3B", ("1 x 1024", "32 x 1024", "32 x 4096", "256 x 1024")),
     "8b": ("Llama-3.1-8B", USUAL),
@@ -51,23 +51,23 @@ MODES: dict[str, dict[str, float]] = {
     "sampled": {"temperature": 0.8},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
 }
-SHORT, LONG, LONG_OF_MANY = 17, 145, 81  # tokens of the two calls
-MANY = 64  # rows; with more, calls are shorter and there are two rounds instead of three
+SHORT, LONG, LONG_OF_MANY = 17, 145, 81  # output tokens of the two calls
+MANY = 64  # rows beyond which calls are shorter, with two rounds instead of three
 SPARE = 1.1  # room in the KV cache beyond the largest workload
 START_SECONDS, CALL_SECONDS = 400.0, 120.0
 
 
 class WorkerError(Exception):
-    """An engine failed; the text says how."""
+    """An engine failed; the message says how."""
 
 
 class Process:
-    """An engine in a process of its own.
+    """An engine in a separate process.
 
     Args:
-        command: Python with its options.
-        env: Variables to change.
-        log: Where its output goes.
+        command: The Python interpreter and its options.
+        env: Environment variables to change.
+        log: File for its output.
     """
 
     def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path) -> None:
@@ -93,27 +93,29 @@ class Process:
         """Returns the answer to a request.
 
         Raises:
-            WorkerError: The engine raised an error, its process ended, or the time is over.
+            WorkerError: The engine raised an error, its process ended, or `seconds` passed.
         """
         out = self._process.stdout
         assert out is not None
         ends_at = time.monotonic() + seconds
-        # One answer at a time and a line each, so nothing is ever left in the file's buffer.
-        while not select.select([out], [], [], 1.0)[0]:
-            if self._process.poll() is not None or time.monotonic() > ends_at:
+        how = f"no answer in {seconds:.0f} s"
+        # Only one line is ever outstanding, so none can hide in the file's buffer from `select`.
+        while time.monotonic() <= ends_at:
+            if not select.select([out], [], [], 1.0)[0]:
+                if self._process.poll() is None:
+                    continue
+                how = "it ended"  # Its own processes may keep the pipe open.
                 break
-        else:
-            if line := out.readline():
-                answer = json.loads(line)
-                if "error" in answer:
-                    raise WorkerError(answer["error"])
-                return answer["value"]
-        how = "it ended"
-        if self._process.poll() is None:
-            how = f"no answer in {seconds:.0f} s"
-            os.killpg(
-                self._process.pid, signal.SIGKILL
-            )  # A late answer would be taken for another.
+            line = out.readline()
+            if not line:
+                how = "it ended"
+                break
+            answer = json.loads(line)
+            if "error" in answer:
+                raise WorkerError(answer["error"])
+            return answer["value"]
+        with contextlib.suppress(ProcessLookupError):  # A late answer would pass for the next one.
+            os.killpg(self._process.pid, signal.SIGKILL)
         raise WorkerError(f"{how}; its output ends with {self._tail()!r}")
 
     def ask(self, method: str, seconds: float = CALL_SECONDS, **arguments: Any) -> Any:
@@ -121,7 +123,7 @@ class Process:
         return self.receive(seconds)
 
     def close(self) -> None:
-        """Ends it and every process that it started."""
+        """Ends the engine and every process that it started."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -141,12 +143,12 @@ class Run:
 
     Attributes:
         engines: Names of the engines.
-        workloads: Names of the workloads; empty: all of the part.
+        workloads: Names of the workloads; empty means all of a part.
         modes: Keys of `MODES`.
         vllm: Command and variables of vLLM's Python.
-        tiny: Use a small model and short prompts, on a CPU.
-        logs: Folder of the engines' output.
-        ends_at: Start no row after this time, in seconds of `time.monotonic`.
+        tiny: Use a small model and short prompts, on the CPU.
+        logs: Folder for the engines' output.
+        ends_at: `time.monotonic` after which no row starts.
     """
 
     engines: tuple[str, ...]
@@ -158,18 +160,18 @@ class Run:
     ends_at: float
 
     def chosen(self, part: str) -> tuple[str, list[str]]:
-        """The model of a part, and its workloads."""
+        """Returns a part's model and workloads."""
         model, workloads = PARTS[part]
         wanted = [name for name in workloads if not self.workloads or name in self.workloads]
         return "tiny" if self.tiny else model, wanted
 
     def lengths(self, workload: str) -> list[int]:
-        """Lengths of the prompts."""
+        """Returns the prompt lengths of a workload."""
         found = DECODE[workload]
         return [-(-n // 64) for n in found[:8]] if self.tiny else list(found)
 
     def tokens(self, rows: int) -> tuple[int, int]:
-        """Tokens of the two calls."""
+        """Returns the output tokens of the short and the long call."""
         if self.tiny:
             return 2, 6
         return SHORT, LONG if rows <= MANY else LONG_OF_MANY
@@ -179,14 +181,14 @@ class Run:
         if name == "mlx_paged":
             return Process(name, [sys.executable], {}, log)
         python, env = self.vllm
-        return Process(name, [python, "-P"], env, log)  # This folder's modules are not vLLM's.
+        return Process(name, [python, "-P"], env, log)  # Keeps this folder off vLLM's path.
 
 
 @contextlib.contextmanager
 def engines(part: str, run: Run, found: dict[str, Any]) -> Iterator[dict[str, Process]]:
     """Starts the engines of a part; adds versions or errors to `found`.
 
-    They import at once, but start one after the other, in case one times its kernels.
+    They import concurrently but start one after the other, in case one times its kernels.
     """
     model, workloads = run.chosen(part)
     lengths = [run.lengths(name) for name in workloads]
@@ -223,16 +225,16 @@ def engines(part: str, run: Run, found: dict[str, Any]) -> Iterator[dict[str, Pr
 def measure(
     started: dict[str, Process], workload: str, mode: str, run: Run, first: bool
 ) -> dict[str, Any]:
-    """The step time of both engines.
+    """Measures the step time of both engines; returns a row of the results.
 
     Args:
-        first: The workload is new to the engines: its prompts have to be computed.
+        first: True if the engines have not computed this workload's prompts yet.
     """
     lengths = run.lengths(workload)
     short, long = run.tokens(len(lengths))
     row: dict[str, Any] = {"workload": workload, "mode": mode}
     alive, steps = dict(started), {name: list[float]() for name in started}
-    vocab_size = 300 if run.tiny else 128_000  # all models have at least so many
+    vocab_size = 300 if run.tiny else 128_000  # every model's vocabulary is larger
 
     def call(name: str, max_tokens: int) -> float:
         got = alive[name].ask("call", max_tokens=max_tokens, params=MODES[mode])
@@ -261,13 +263,13 @@ def measure(
     for name in alive:
         row[name]["step_ms"] = round(statistics.median(steps[name]), 3)
         row[name]["all_ms"] = [round(ms, 3) for ms in steps[name]]
-    if len(alive) == len(NAMES) and row["vllm"]["step_ms"]:  # 0.000 is no time to compare with
+    if len(alive) == len(NAMES) and row["vllm"]["step_ms"]:  # may be 0.000 for the tiny model
         row["ratio"] = round(row["mlx_paged"]["step_ms"] / row["vllm"]["step_ms"], 3)
     return row
 
 
 def measure_part(part: str, run: Run, parts: dict[str, Any], saved: Any) -> None:
-    """Measures a model; `saved` is called after each row."""
+    """Measures one model. Calls `saved` after each row."""
     model, workloads = run.chosen(part)
     about: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
@@ -276,7 +278,7 @@ def measure_part(part: str, run: Run, parts: dict[str, Any], saved: Any) -> None
         for workload in workloads:
             for mode in run.modes if started else ():
                 if time.monotonic() > run.ends_at:
-                    print(f"{part}: {workload}, {mode}: left out, the time is over", flush=True)
+                    print(f"{part}: {workload}, {mode}: skipped, out of time", flush=True)
                     continue
                 rows.append(measure(started, workload, mode, run, mode == run.modes[0]))
                 print(f"{part}: {rows[-1]}", flush=True)
@@ -310,10 +312,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--vllm-env", nargs="+", default=[], metavar="NAME=VALUE",
                         help="variables of its process, such as PYTHONPATH")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=900.0,
-                        help="no row begins after so many; default 900")  # fmt: skip
+                        help="start no row later than this; default 900")  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU")
-    parser.add_argument("--logs", type=Path, help="folder of the engines' output")
-    parser.add_argument("--name", default="vllm_steps-gpu", help="of the file in bench/results")
+    parser.add_argument("--logs", type=Path, help="folder for the engines' output")
+    parser.add_argument(
+        "--name", default="vllm_steps-gpu", help="name of the file in bench/results"
+    )
     parser.add_argument("--no-save", dest="save", action="store_false")
     options = parser.parse_args(arguments)
     run = Run(
@@ -338,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     for part in options.only:
         if time.monotonic() > run.ends_at:
-            print(f"{part}: left out, the time is over", flush=True)
+            print(f"{part}: skipped, out of time", flush=True)
             continue
         measure_part(part, run, parts, saved)
         table_of(parts[part]["results"])

@@ -1,8 +1,8 @@
-"""AdapterSlots: which adapter each device slot holds, and how many running sequences use it.
+"""AdapterSlots: tracks which adapter each device slot holds and how many running sequences use it.
 
-A step's rows name slots, from 1; 0 is the base model. A slot keeps its adapter after the last
-sequence that used it, so that the next one finds it there, until another adapter needs the slot:
-the least recently used one is evicted. A slot that a running sequence uses is never given away.
+Slots are numbered from 1; 0 is the base model. A slot keeps its adapter after its last sequence
+ends, until another adapter needs a slot and evicts the least recently used one. Slots of running
+sequences are never evicted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class AdapterSlots:
     """Assigns adapters to the slots of the device.
 
     Args:
-        num_slots: Maximum different adapters of the running sequences.
+        num_slots: Maximum number of different adapters among the running sequences.
 
     Attributes:
         num_in_use: Slots that running sequences use.
-        num_evictions: Number of adapters that lost their slot to another one so far.
+        num_evictions: Number of evictions so far.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -69,7 +69,7 @@ class AdapterSlots:
         return self._slots.pop(adapter).number
 
     def release(self, number: int) -> None:
-        """Ends the use of a slot by one sequence. The slot keeps its adapter."""
+        """Ends one sequence's use of a slot. The slot keeps its adapter."""
         adapter = self._by_number[number]
         slot = self._slots[adapter]
         slot.num_sequences -= 1
@@ -92,7 +92,10 @@ class AdapterSlots:
         ):
             raise IntegrityError(f"running sequences use adapter slots {used}, counted as {counts}")
         if sorted([*counts, *self._free]) != list(range(1, self._num_slots + 1)):
-            raise IntegrityError(f"adapter slots {sorted(counts)} and {self._free} are not all")
+            raise IntegrityError(
+                f"used slots {sorted(counts)} and free slots {self._free} must be all of "
+                f"1 to {self._num_slots}"
+            )
         idle = {adapter for adapter, slot in self._slots.items() if not slot.num_sequences}
         if idle != set(self._idle):
-            raise IntegrityError("adapters without a running sequence are not those to evict")
+            raise IntegrityError("the idle adapters are not those without a running sequence")

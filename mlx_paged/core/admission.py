@@ -36,7 +36,7 @@ class Admission:
         sharing: Finds prefixes that running sequences are computing.
         adapters: The device's slots for adapters.
         background: Limits background requests while others are unfinished.
-        history: Tells why prompts were not cached; None: nothing does.
+        history: Explains cache misses; None: they stay unexplained.
     """
 
     def __init__(

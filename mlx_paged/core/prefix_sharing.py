@@ -1,4 +1,4 @@
-"""PrefixSharing: how a waiting sequence takes a prefix from running ones."""
+"""PrefixSharing: lets waiting sequences reuse prefixes that running ones are computing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Priority: running sequences that give way to waiting ones of a higher class.
+"""Priority: chooses running sequences to preempt for waiting ones of a higher class.
 
-The class of a sequence is the first part of its place in service order.
+A sequence's class is the first component of its service order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mlx_paged.core.step_builder import StepBuilder
 
 
 class Priority:
-    """Names the sequences to preempt.
+    """Chooses the sequences to preempt.
 
     Args:
-        admission: Knows which waiting sequence is next, and what room it needs.
+        admission: Knows the next waiting sequence and the room it needs.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Priority:
         self._admission = admission
 
     def victims_for_room(self, step: StepBuilder) -> Iterator[Sequence]:
-        """Sequences of a lower class, until the first waiting one has room.
+        """Yields sequences of a lower class until the first waiting one has room.
 
-        The caller preempts each before it asks for the next.
+        The caller must preempt each before asking for the next.
         """
         head = self._admission.first(step, with_long=True)
         if head is None:
@@ -51,8 +51,11 @@ class Priority:
             yield self._running.last
 
     def users_of_a_slot(self) -> list[Sequence]:
-        """The sequences of one adapter, if the first sequence that waits for a slot is of a higher
-        class than all of them. Of several such adapters, it is the last in service order."""
+        """Returns the sequences of one adapter to evict for the first one that waits for a slot.
+
+        All of them have a lower class than that sequence. If several adapters qualify, the one
+        that is last in service order; if none does, nothing.
+        """
         head = self._waiting.first_held
         if head is None or self._adapters.has_room:
             return []

@@ -62,15 +62,15 @@ class Scheduler:
                 publish(running.sequences)
             running = output
 
-    `schedule` may return None while a step is in flight, because everything waits for it, while all
-    sequences wait for content that is being restored (`KVManager.restorations`), and when cached
-    tokens take a request to one of its stops. Otherwise it returns a step as long as
-    `has_unfinished`. Tokens of sequences that have finished since are ignored.
+    `schedule` returns None if everything waits for a step in flight, if all sequences wait for
+    content that is being restored (`KVManager.restorations`), or if cached tokens take a request to
+    one of its stops. Otherwise it returns a step while `has_unfinished`. Tokens of sequences that
+    have finished in the meantime are ignored.
 
     Args:
-        step_time: Limits the prompt tokens of a step by their expected time; None: no such limit.
-            Only with chunked prefill.
-        history: Tells why prompts were not cached; None: nothing does.
+        step_time: Limits a step's prompt tokens by their expected time; None: no limit. Requires
+            chunked prefill.
+        history: Explains cache misses; None: they stay unexplained.
 
     Attributes:
         waiting, running: The unfinished sequences, in service order.
@@ -83,7 +83,7 @@ class Scheduler:
             the pools were too small.
     """
 
-    #: A test replaces it by a naive one.
+    #: Tests substitute a naive one.
     waiting_queue: type[WaitingQueue] = WaitingQueue
 
     def __init__(
@@ -348,9 +348,9 @@ class Scheduler:
         return output
 
     def _resume_restored(self) -> None:
-        """Lets sequences go on whose cached tokens are on the device again.
+        """Resumes sequences whose cached tokens are back on the device.
 
-        A sequence whose content could not be read waits again, for a shorter prefix.
+        If the content could not be read, the sequence waits again, for a shorter prefix.
         """
         for restoration in list(self.kv.restorations.values()):
             seq = restoration.tables.owner
@@ -367,9 +367,9 @@ class Scheduler:
         Args:
             output: The oldest step in flight; all its reads and writes have been evaluated.
             token_ids: New tokens of each of `output.sequences`: accepted drafts plus one, or none
-                if it does not sample or has finished. The caller must first end sequences that got
-                no token because of bad logits. Tokens past the end of a sequence are removed from
-                these lists.
+                if it does not sample or has finished. First end the sequences that got no token
+                because of bad logits. Tokens past the end of a sequence are removed from these
+                lists.
         """
         assert self._in_flight and self._in_flight[0] is output, (
             "steps are committed once, in the order they were scheduled in"
@@ -578,8 +578,8 @@ class Scheduler:
         step.budget -= len(token_ids)
 
     def _in_turn(self) -> list[Sequence]:
-        """The running sequences that this step may schedule. Limits background ones if there are
-        others."""
+        """Returns the running sequences that this step may schedule: background ones only within
+        their share."""
         items, background = self.running.items, self._background
         if not background.num_requests or not background.is_limited:
             return items.copy()  # preemption changes the queue

@@ -1,7 +1,7 @@
 """StepBuilder: the step being planned, its columns and its remaining token budget.
 
-Decodes come first and are never delayed. Prompts share the tokens that are left; long prompts get
-at most half of them while short ones could use the rest.
+Decodes come first and are never delayed. Prompts share the remaining tokens; long prompts leave
+half of them to short ones that could use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_paged.core.step_time import StepTimeBudget, StepTimeLimit
 
 
 class StepBuilder:
-    """One step, from its first sequence to the finished batch.
+    """Builds one step, from its first sequence to the finished batch.
 
     Args:
         number: The step's number.
@@ -242,9 +242,9 @@ class StepBuilder:
         return SchedulerOutput(batch, self.sequences)
 
     def _group_decodes(self) -> None:
-        """Orders decodes by adapter, because kernels read its matrices once for several neighbors.
+        """Sorts decodes by adapter: kernels read its matrices once for several adjacent rows.
 
-        Those without one come last, so that adapters begin where groups of rows do.
+        Decodes without one come last, so that adapters are aligned with the kernels' row groups.
         """
         count = self.num_decodes
         slots = [seq.adapter_slot or sys.maxsize for seq in self.sequences[:count]]

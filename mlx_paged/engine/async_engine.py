@@ -1,4 +1,4 @@
-"""AsyncEngine: one thread that owns MLX, and asyncio in front of it."""
+"""AsyncEngine: an asyncio interface to an engine on a thread that owns MLX."""
 
 from __future__ import annotations
 
@@ -33,44 +33,43 @@ from mlx_paged.errors import (
     EngineDeadError,
     EngineOverloadedError,
     ForkedProcessError,
-    InvalidParameterError,
 )
 from mlx_paged.kernels import OnKernel
 
 T = TypeVar("T")
 
-# Seconds that the interpreter's exit waits for the engine's thread.
+# Seconds that interpreter exit waits for the engine's thread.
 _EXIT_TIMEOUT = 60.0
 
 __all__ = ["AsyncEngine", "RequestStream", "SequenceDelta"]
 
 
 class HasOutput(Protocol):
-    """A request's reader, or its sink."""
+    """A request's reader or sink."""
 
     output: RequestOutput
 
 
 class AsyncEngine:
-    """Serves many callers from one engine, see `EngineClient`.
+    """Serves many callers from one engine; see `EngineClient`.
 
-    Every method may be called from any event loop of any thread. A `RequestStream` belongs to the
-    loop that submitted its request.
+    Any event loop of any thread may call any method. A `RequestStream` belongs to the loop that
+    submitted its request.
 
     Args:
-        make_engine: Called on the engine's thread. Only that thread touches arrays: MLX's streams
-            belong to threads, so the model must be loaded there, too. See `from_model`.
-        on_news: See `EngineThread`. It gets this object, because the thread may call it before the
-            constructor has returned.
+        make_engine: Called on the engine's thread, which must also load the model: MLX's streams
+            belong to threads, so only this thread touches arrays. See `from_model`.
+        on_updates: See `EngineThread`. Gets this object, because the thread may call it before the
+            constructor returns.
     """
 
     def __init__(
         self,
         make_engine: Callable[[], Engine],
-        on_news: Callable[[AsyncEngine], object] = lambda _: None,
+        on_updates: Callable[[AsyncEngine], object] = lambda _: None,
     ) -> None:
         check_process()
-        self._thread = EngineThread(make_engine, lambda: on_news(self))
+        self._thread = EngineThread(make_engine, lambda: on_updates(self))
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._num_adding = {False: 0, True: 0}  # by `EngineRequest.background`
@@ -88,13 +87,13 @@ class AsyncEngine:
         on_kernel: OnKernel | None = None,
         **options: Any,
     ) -> AsyncEngine:
-        """Loads a model (None: the embedded one) and makes its engine, in the background.
+        """Loads a model (None: the embedded one) and creates its engine, in the background.
 
         Args:
             model: A directory in mlx-lm's format, a GGUF file, or a Hugging Face id.
-            dtype, generation_config: see `mlx_paged.load`.
-            on_kernel: see `Engine`; called on the engine's thread.
-            options: fields of `EngineConfig`.
+            dtype, generation_config: See `mlx_paged.load`.
+            on_kernel: See `Engine`; called on the engine's thread.
+            options: Fields of `EngineConfig`.
         """
         config = EngineConfig(**options)
         return cls(
@@ -108,8 +107,8 @@ class AsyncEngine:
         )
 
     async def ready(self) -> None:
-        """Waits until the engine is ready. Raises the error if it could not be made."""
-        # Shielded, because all callers wait for one future and one of them may be cancelled.
+        """Waits until the engine is ready. Raises the error if it could not be created."""
+        # Shielded: all callers share the future, and one of them may be canceled.
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
 
     @property
@@ -124,7 +123,7 @@ class AsyncEngine:
 
     @property
     def reason_of_death(self) -> str | None:
-        """Why the engine takes no requests; None while it does."""
+        """Why the engine accepts no requests; None while it does."""
         return self._thread.dead
 
     @property
@@ -160,7 +159,7 @@ class AsyncEngine:
 
     @property
     def media_prompts(self) -> MediaPrompts:
-        """Makes prompts with media; once the engine is `ready`."""
+        """Prepares prompts with media; once the engine is `ready`."""
         return self.engine.intake.media_prompts
 
     @property
@@ -194,7 +193,7 @@ class AsyncEngine:
     async def add_pooling_request(
         self, prompt: Sequence[int], params: PoolingParams | None = None, **options: Any
     ) -> RequestStream:
-        """Submits a text to embed; `RequestStream.result` waits for `RequestOutput.pooled`.
+        """Submits a prompt to pool; `RequestStream.result` waits for `RequestOutput.pooled`.
 
         Args:
             prompt: Token ids.
@@ -209,19 +208,14 @@ class AsyncEngine:
     async def submit(self, request: EngineRequest) -> RequestStream:
         """See `EngineClient.submit`.
 
-        Cancelling the task, here or while it reads, ends the request within a step. The prefix
-        cache keeps the computed blocks.
+        Canceling the task, here or while it reads, ends the request within a step. The prefix cache
+        keeps the computed blocks.
         """
-        request_id = request.request_id
-        if request_id is None:
-            request_id = f"request-{next(self._ids)}"
-        if not isinstance(request_id, str):
-            raise InvalidParameterError("request_id", "a string", request_id)
+        request_id = request.id_or(self._ids)
         if self._thread.dead is not None:
             raise EngineDeadError(self._thread.dead)
         await self.ready()
-        num_answers = getattr(request.params, "n", 1)
-        channel = self._thread.new_channel(asyncio.get_running_loop(), num_answers)
+        channel = self._thread.new_channel(asyncio.get_running_loop(), request.num_answers)
         stream = RequestStream(request_id, channel, lambda: self.leave(request_id, channel))
         await self.admit(request, request_id, channel, stream)
         return stream
@@ -229,11 +223,11 @@ class AsyncEngine:
     async def admit(
         self, request: EngineRequest, request_id: str, sink: UpdateSink, owner: HasOutput
     ) -> None:
-        """Has the engine take a request, once it is `ready`. Cancelling it ends the request.
+        """Adds a request to the engine, once it is `ready`. Canceling this ends the request.
 
         Args:
-            sink: Takes the request's updates on the engine's thread.
-            owner: Gets the request's output before the sink gets an update.
+            sink: Receives the request's updates, on the engine's thread.
+            owner: Its `output` is set before the sink gets an update.
 
         Raises:
             MlxPagedError: See `submit`.
@@ -243,7 +237,7 @@ class AsyncEngine:
         def add(engine: Engine) -> None:
             state = engine.request_state(request_id)
             if state is not None and state.sink is sink:
-                owner.output = state.output  # The call was interrupted, and is run again.
+                owner.output = state.output  # The call was interrupted and runs again.
                 return
             owner.output = engine.add(checked)
 
@@ -251,7 +245,7 @@ class AsyncEngine:
             try:
                 await self._call(add)
             except BaseException:
-                self.leave(request_id, sink)  # It may have been added just before.
+                self.leave(request_id, sink)  # It may already have been added.
                 raise
 
     def leave(self, request_id: str, sink: UpdateSink) -> None:
@@ -273,7 +267,7 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.abort(request_id))
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns the number of blocks."""
+        """Empties the prefix cache; returns the number of blocks that it held."""
         return await self._call(lambda engine: engine.reset_prefix_cache())
 
     async def add_lora(self, request: LoRARequest) -> None:
@@ -290,11 +284,7 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.stats())
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Takes no more requests, and ends when all are finished; after the timeout, aborts them.
-
-        Args:
-            drain_timeout: seconds.
-        """
+        """See `EngineClient.shutdown`."""
         self._thread.stop(drain_timeout)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         atexit.unregister(self._at_exit)
@@ -319,7 +309,11 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def _counted_as_adding(self, background: bool) -> Iterator[None]:
-        """Limits the requests that the engine's thread has not taken yet, as a step may be long."""
+        """Counts a request until the engine's thread accepts it, which a long step may delay.
+
+        Raises:
+            EngineOverloadedError: `max_num_waiting` requests are already on their way.
+        """
         limit = self.info.config.max_num_waiting
         with self._lock:
             count = self._num_adding[background]
@@ -333,7 +327,7 @@ class AsyncEngine:
                 self._num_adding[background] -= 1
 
     def _at_exit(self) -> None:
-        # A thread inside MLX while the interpreter is taken down would crash.
+        # A thread inside MLX during interpreter shutdown would crash.
         with contextlib.suppress(ForkedProcessError):
             self._thread.stop(0.0)
             self._thread.join(timeout=_EXIT_TIMEOUT)

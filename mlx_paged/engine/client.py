@@ -1,13 +1,13 @@
 """EngineClient: the interface of an engine for the server and other asynchronous callers.
 
-`AsyncEngine` implements it with a thread of this process. A caller sees no scheduler, no array and
-no `Engine`, so the engine behind it could also be another process. `LocalClient` is the synchronous
-counterpart: it takes the same `EngineRequest`, and both pass it through `Intake.process`.
+`AsyncEngine` runs the engine on a thread, `ProcessEngine` in another process: callers never see a
+scheduler, an array or an `Engine`. `LocalClient` is the synchronous counterpart. All take the same
+`EngineRequest` and pass it through `Intake.process`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from mlx_paged.engine.request_stream import RequestStream
 from mlx_paged.engine.sampling.sequence_sampler import TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.reasoning import ReasoningFormat
 
 
@@ -34,13 +35,13 @@ class EngineRequest:
             engine's runner.
         request_id: Unique among unfinished requests; None generates one.
         priority: Lower is served first under the priority policy.
-        background: Under either policy, the request gets only what other requests leave.
+        background: Under either policy, other requests go first (`core.background`).
         timeout: Seconds until the request ends with "timeout".
         cache_salt: Requests with different salts share no cached blocks.
-        token_mask: Called before each token for the tokens that may follow, on the engine's thread,
-            which waits for it. A grammar of `structured_outputs` takes much less time.
-        media: The media of a prompt of token ids that was prepared before.
-        lora_request: The adapter on top of the model; None: `EngineConfig.adapter_path`, if any.
+        token_mask: Called before each token for the tokens that may follow. It blocks the engine's
+            thread; a grammar of `structured_outputs` is much faster.
+        media: The media of a prompt of token ids, already prepared.
+        lora_request: Its LoRA adapter; None: `EngineConfig.adapter_path`, if any.
     """
 
     prompt: str | Sequence[int] | Mapping[str, Any] | TextWithMedia
@@ -53,6 +54,23 @@ class EngineRequest:
     token_mask: TokenMask | None = None
     media: PreparedMedia | None = None
     lora_request: LoRARequest | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """Number of answers: `n` of its sampling parameters; 1 for pooling."""
+        return getattr(self.params, "n", 1)
+
+    def id_or(self, ids: Iterator[int]) -> str:
+        """Returns `request_id`, or a generated one with the next of `ids`.
+
+        Raises:
+            InvalidParameterError: `request_id` is not a string.
+        """
+        if self.request_id is None:
+            return f"request-{next(ids)}"
+        if not isinstance(self.request_id, str):
+            raise InvalidParameterError("request_id", "a string", self.request_id)
+        return self.request_id
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,7 @@ class EngineClient(Protocol):
     """Serves many callers from one engine. Any event loop of any thread may call it."""
 
     async def ready(self) -> None:
-        """Waits until the engine is ready; raises the error if it could not be made."""
+        """Waits until the engine is ready; raises the error if it could not be created."""
 
     @property
     def is_alive(self) -> bool:
@@ -119,7 +137,7 @@ class EngineClient(Protocol):
 
     @property
     def media_prompts(self) -> MediaPrompts:
-        """Makes prompts with media."""
+        """Prepares prompts with media."""
 
     @property
     def grammar_compiler(self) -> GrammarCompiler:
@@ -143,21 +161,21 @@ class EngineClient(Protocol):
         """
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request; its stream ends with "abort". Returns whether it was there."""
+        """Ends a request; its stream ends with "abort". Returns True if it was unfinished."""
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns the number of blocks."""
+        """Empties the prefix cache; returns the number of blocks that it held."""
 
     async def add_lora(self, request: LoRARequest) -> None:
-        """Reads an adapter again, so that a wrong one is known before a request names it.
+        """Reads an adapter now, so that errors appear before a request names it.
 
         Raises:
-            AdapterError: Files that are missing, damaged, or of a kind that is not served.
+            AdapterError: Files are missing, damaged or of an unsupported kind.
             InvalidParameterError: The engine takes no adapters, or none of this rank.
         """
 
     async def remove_lora(self, request: LoRARequest) -> None:
-        """Forgets an adapter. Requests that run keep theirs."""
+        """Drops an adapter. Running requests keep theirs."""
 
     async def stats(self) -> EngineStats:
         """The engine's statistics, taken between two steps."""
@@ -169,7 +187,7 @@ class EngineClient(Protocol):
         """
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Takes no more requests, and ends when all have finished or after `drain_timeout` seconds.
+        """Accepts no more requests; ends when all have finished, or after `drain_timeout` seconds.
 
-        The requests that are unfinished then are aborted.
+        Requests that are still unfinished are aborted.
         """

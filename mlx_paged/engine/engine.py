@@ -293,7 +293,7 @@ class Engine:
         """Has `call` called, on another thread, with the reason why the step that runs can never
         end: another rank has ended. The process ends some seconds later."""
         if self._ranks is not None:
-            self._ranks.group.on_stuck = call
+            self._ranks.followers.on_stuck = call
 
     def when_woken(self, call: Callable[[], object]) -> None:
         """Has `call` called, on any thread, when another engine gives this one something to do."""

@@ -1,4 +1,4 @@
-"""The one thread that owns an engine, and with it MLX's streams and every array."""
+"""EngineThread: the one thread that owns an engine, MLX's streams and all arrays."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Exceptions out of steps, with no good step in between, that end the engine.
+# Consecutive steps that may raise before the engine stops.
 _MAX_FAILURES = 3
-# Calls that take longer than this together, as those of a burst of requests do, wait for a step.
-_SECONDS_OF_CALLS = 0.005
+# Seconds for calls between two steps. The rest, as in a burst of requests, wait for the next step.
+_MAX_CALL_SECONDS = 0.005
 
 
 class EngineThread:
@@ -37,33 +37,33 @@ class EngineThread:
 
     Args:
         make_engine: Called on the thread.
-        on_news: Called whenever sinks may have got updates, and when the thread has ended. If a
-            step is stuck for good, that is on another thread.
+        on_updates: Called after sinks may have got updates, and when the thread ends; on another
+            thread if a step is stuck forever.
 
     Attributes:
-        ready: Done when the engine was made, or could not be made.
-        dead: Why the engine takes no more calls; None while it does.
+        ready: Done once the engine has been created, or could not be.
+        dead: Why the engine accepts no more calls; None while it does.
     """
 
     def __init__(
-        self, make_engine: Callable[[], Engine], on_news: Callable[[], object] = lambda: None
+        self, make_engine: Callable[[], Engine], on_updates: Callable[[], object] = lambda: None
     ) -> None:
         self.ready: Future[None] = Future()
         self.dead: str | None = None
         self.engine: Engine  # once `ready` is done; other threads only read its config
         self._make_engine = make_engine
-        self._on_news = on_news
+        self._on_updates = on_updates
         self._calls: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
-        self._begun: Future[Any] | None = None  # of the call that runs, or was broken off
+        self._begun: Future[Any] | None = None  # of the running or interrupted call
         self._num_failures = 0  # in a row
         self._pid = os.getpid()
-        # Reentrant: a stream that is garbage-collected while this thread holds it aborts itself.
-        # The code says `with self._lock`, not `with self._changed`, because an exception from
-        # outside cannot leave an interpreter's lock locked.
+        # Reentrant: a stream aborts itself if it is garbage-collected while this thread holds the
+        # lock. Always `with self._lock`, not `with self._changed`: the interpreter's own locks stay
+        # correct when an exception such as Ctrl-C interrupts them.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._stop_at: float | None = None
-        self._sleepers: list[Channel] = []  # whose readers must be woken; only for this thread
+        self._sleepers: list[Channel] = []  # readers to wake; only this thread uses it
         self._thread = threading.Thread(target=self._run, name="mlx-paged-engine", daemon=True)
 
     # From any thread.
@@ -91,7 +91,7 @@ class EngineThread:
         return future
 
     def abort(self, request_id: str, sink: UpdateSink) -> None:
-        """Ends a request whose reader has gone. Never waits."""
+        """Ends a request whose reader is gone. Never blocks."""
 
         def leave(engine: Engine) -> None:
             state = engine.request_state(request_id)
@@ -99,7 +99,7 @@ class EngineThread:
                 engine.abort(request_id)
 
         if os.getpid() != self._pid:
-            return  # A child drops a stream that it inherited.
+            return  # A forked child drops an inherited stream.
         with self._lock:
             if self.dead is None:
                 self._calls.append((leave, Future()))
@@ -110,7 +110,7 @@ class EngineThread:
             raise ForkedProcessError(self._pid)
 
     def stop(self, drain_timeout: float) -> None:
-        """Takes no more calls; ends when all requests have, or aborts them after the timeout."""
+        """Accepts no more calls; ends when all requests have, or aborts them after the timeout."""
         self._check_process()
         with self._lock:
             stop_at = time.monotonic() + drain_timeout
@@ -118,17 +118,17 @@ class EngineThread:
             self._changed.notify()
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the thread's end."""
+        """Waits for the thread to end."""
         self._thread.join(timeout)
         if not self._thread.is_alive():
             _await_system_thread(self._thread.native_id)
 
     def new_channel(self, loop: asyncio.AbstractEventLoop, num_sequences: int) -> Channel:
-        """A way from this thread to a reader on `loop`."""
+        """Returns a channel from this thread to a reader on `loop`."""
         return Channel(loop, num_sequences, self._sleepers)
 
     def _notify(self) -> None:
-        """Has the engine asked again whether it has something to do."""
+        """Wakes the thread to check whether the engine has work."""
         with self._lock:
             self._changed.notify()
 
@@ -141,8 +141,8 @@ class EngineThread:
             self.engine = self._make_engine()
             self.engine.when_stuck(self._fail_all)  # This thread runs no Python then.
             self.engine.when_woken(self._notify)
-            # The model, its tokenizer and all modules live until the end: the collector need not
-            # walk them repeatedly. That cost some steps of 256 sequences 40 ms.
+            # The model, its tokenizer and all modules live until the end, so the collector must not
+            # walk them again and again, which cost some steps of 256 sequences 40 ms.
             gc.collect()
             gc.freeze()
             self.ready.set_result(None)
@@ -156,7 +156,7 @@ class EngineThread:
             if isinstance(error, EngineDeadError):
                 reason = error.reason
             expected = isinstance(error, MlxPagedError)
-            if expected and not self.ready.done():  # For an unusable model, the error says it all.
+            if expected and not self.ready.done():  # An unusable model's error says it all.
                 logger.critical("%s", error)
             else:
                 traceback = None if expected else error
@@ -168,13 +168,13 @@ class EngineThread:
                 if hasattr(self, "engine"):
                     self.engine.hang_up()
             finally:
-                gc.unfreeze()  # or a dropped engine (reference cycles) would keep its memory
-                # Last: callers that waited for it must find the engine dead.
+                gc.unfreeze()  # Otherwise a dropped engine in a reference cycle keeps its memory.
+                # Last: callers waiting for `ready` must find the engine dead.
                 if failure is not None and not self.ready.done():
                     self.ready.set_exception(failure)
 
     def _serve(self) -> None:
-        """Steps until the engine is stopped, or until exceptions come out of step after step."""
+        """Steps until the engine is stopped, or `_MAX_FAILURES` consecutive steps raise."""
         while True:
             try:
                 while self._take_calls():
@@ -192,13 +192,15 @@ class EngineThread:
                 is_end = isinstance(error, EngineDeadError)  # Another rank has ended.
                 if is_end or self._num_failures >= _MAX_FAILURES:
                     raise
-                logger.exception("the engine goes on after %s", reason_of(error))
+                logger.exception("the engine continues after %s", reason_of(error))
 
     def _take_calls(self) -> bool:
-        """Runs the pending calls, and waits while there is nothing to do, but not longer than
-        `Engine.idle_interval`. Returns False to stop.
+        """Runs pending calls. Waits while there is nothing to do, up to `Engine.idle_interval`.
 
         An interrupted call runs once more, so every call must tolerate that.
+
+        Returns:
+            False to stop.
         """
         with self._lock:
             while not (
@@ -209,7 +211,7 @@ class EngineThread:
             ):
                 if not self._changed.wait(self.engine.idle_interval):
                     break  # for `Engine.on_idle`
-        until = time.monotonic() + _SECONDS_OF_CALLS
+        until = time.monotonic() + _MAX_CALL_SECONDS
         for _ in range(len(self._calls)):
             function, future = self._calls[0]
             is_second_time, self._begun = future is self._begun, future
@@ -233,13 +235,13 @@ class EngineThread:
         return self.engine.has_unfinished and time.monotonic() < self._stop_at
 
     def _wake_readers(self) -> None:
-        """One call into each loop, however many of its readers wait."""
-        self._on_news()
+        """Wakes readers with one call into each event loop, however many of them wait."""
+        self._on_updates()
         if not self._sleepers:
             return
         if closed := wake_readers(self._sleepers):
             for state in self.engine.request_states():
-                # These will never be read.
+                # Nothing will ever read these.
                 if isinstance(state.sink, Channel) and state.sink.loop in closed:
                     self.engine.abort(state.output.request_id)
 

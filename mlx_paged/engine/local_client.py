@@ -1,4 +1,4 @@
-"""LocalClient: runs requests on an engine of this process, which the callers' threads step.
+"""LocalClient: runs requests on an engine in this process, stepped by the callers' threads.
 
 The synchronous counterpart of `AsyncEngine`, for `LLM` and the terminal chat.
 """
@@ -34,8 +34,8 @@ _TURN = 0.001
 class LocalClient:
     """Runs batches of requests. Several threads may call it; their requests share steps.
 
-    An exception out of a batch, such as Ctrl-C, ends its requests, and the next batch works
-    (`Engine.recover`). A child process made by `fork` gets `ForkedProcessError`.
+    An exception inside a batch, such as Ctrl-C, ends its requests; the next batch works
+    (`Engine.recover`). A forked child process gets `ForkedProcessError`.
 
     Attributes:
         engine: The engine.
@@ -48,7 +48,7 @@ class LocalClient:
         self.request_ids = map(str, itertools.count())
         self.turn = threading.RLock()  # held by a thread that waits to add a request
         self._abandoned: deque[Batch] = deque()  # batches whose requests must be ended
-        self._is_finalizing = sys.is_finalizing  # `end` may run when globals of modules are gone
+        self._is_finalizing = sys.is_finalizing  # bound now, because `end` may run without globals
 
     @classmethod
     def from_model(
@@ -78,10 +78,10 @@ class LocalClient:
         return Batch(self, _Inbox() if streams else None)
 
     def step(self) -> None:
-        """Steps the engine, unless another thread does, whose steps serve all batches.
+        """Steps the engine, unless another thread is doing so: any step serves all batches.
 
-        Batches of one thread may overlap, too (a `generate` inside a `stream`). Each gets its
-        updates in its own inbox, no matter which one steps.
+        Batches of one thread may overlap too (a `generate` inside a `stream`). Each gets its
+        updates in its own inbox, whichever of them steps.
         """
         if self.engine.is_busy:
             time.sleep(_TURN)
@@ -92,7 +92,7 @@ class LocalClient:
             self.engine.step()
 
     def end(self, batch: Batch) -> None:
-        """Ends the unfinished requests of a batch, and forgets them.
+        """Ends the unfinished requests of a batch.
 
         Does nothing for a stream that is still open when the interpreter drops all objects.
         """
@@ -111,9 +111,9 @@ class LocalClient:
             if not batch.finished:
                 for request_id in batch.request_ids:
                     self.engine.abort(request_id)
-            if not self.engine.is_busy:  # Another thread's steps also leave nothing behind.
+            if not self.engine.is_busy:  # Otherwise the stepping thread cleans up.
                 self.engine.synchronize()
-            with suppress(ValueError):  # Another thread has removed it.
+            with suppress(ValueError):  # Another thread removed it.
                 self._abandoned.remove(batch)
 
 
@@ -122,7 +122,7 @@ class Batch:
 
     Attributes:
         request_ids: Ids of all requests that may have been added.
-        outputs: Outputs of the requests that were certainly added.
+        outputs: Outputs of the requests known to have been added.
     """
 
     def __init__(self, client: LocalClient, inbox: _Inbox | None) -> None:
@@ -132,7 +132,7 @@ class Batch:
         self.outputs: list[RequestOutput] = []
 
     def submit(self, request: EngineRequest, field: str = "prompt") -> RequestOutput:
-        """Adds a request; returns its output, which steps fill.
+        """Adds a request; returns its output, which later steps fill.
 
         Args:
             field: Name of the prompt in errors.
@@ -144,11 +144,11 @@ class Batch:
         if request_id is None:
             request_id = next(client.request_ids)
         checked = client.engine.intake.process(request, request_id, self._inbox, field=field)
-        self.request_ids.append(request_id)  # Before, because an interrupt may follow the add.
+        self.request_ids.append(request_id)  # First, in case an interrupt follows the add.
         try:
             with client.turn:
                 output = client.engine.add(checked)
-        except MlxPagedError:  # It was refused, and its id may be another request's.
+        except MlxPagedError:  # Refused; its id may belong to another request.
             self.request_ids.pop()
             raise
         self.outputs.append(output)
@@ -180,7 +180,7 @@ class Batch:
                 self._client.step()
 
     def close(self) -> None:
-        """Ends the unfinished requests; the end of the ``with`` block calls it, too."""
+        """Ends the unfinished requests; leaving the ``with`` block does the same."""
         self._client.end(self)
 
     def __enter__(self) -> Batch:

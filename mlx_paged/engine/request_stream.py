@@ -16,19 +16,19 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.outputs import PositionReport, RequestOutput, SequenceUpdate
 from mlx_paged.errors import StepError
 
-#: Maximum updates of a delta, because a reader handles one without yielding to its loop.
+#: Maximum updates per delta, because a reader handles one without yielding to its loop.
 MAX_UPDATES = 512
 
-# Seconds after which a reader that always finds more lets other tasks of its loop run.
+# Seconds after which a reader with more to read lets other tasks of its loop run.
 _TURN = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """The gain of one sequence since its reader last looked: a token, or more if it was slow.
+    """What one sequence gained since the last delta: one token, or more if the reader was slow.
 
     Attributes:
-        updates: One for each step, oldest first; 1 to `MAX_UPDATES`.
+        updates: One per step, oldest first; 1 to `MAX_UPDATES`.
     """
 
     updates: tuple[SequenceUpdate, ...]
@@ -45,12 +45,12 @@ class SequenceDelta:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens it gained."""
+        """The new tokens."""
         return [token for update in self.updates for token in update.token_ids]
 
     @property
     def logprobs(self) -> list[PositionReport] | None:
-        """Log-probabilities of `token_ids`, as in `CompletionOutput`; None: not asked for."""
+        """Log-probabilities of `token_ids`, as in `CompletionOutput`; None if not requested."""
         found = [report for update in self.updates for report in update.reports or ()]
         return found or None
 
@@ -81,8 +81,8 @@ class Channel:
     Args:
         loop: The reader's event loop.
         num_sequences: The channel ends when this many have finished.
-        sleepers: The channel adds itself here when its reader must be woken (`wake`, on its loop).
-            After a step, the engine's thread wakes them all with one call into each loop.
+        sleepers: The channel adds itself here when its reader must be woken. After a step, the
+            engine's thread wakes all of them with one call into each loop (`wake_readers`).
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Channel:
         self._unfinished = set(range(num_sequences))
         self._error: Exception | None = None
         self._reader_sleeps = False
-        self._alarm: asyncio.Future[None] | None = None  # of a reader that sleeps; its loop's only
+        self._alarm: asyncio.Future[None] | None = None  # of a sleeping reader; only on its loop
         self._turn_began = 0.0
 
     # The engine's side.
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update."""
+        """Adds an update."""
         with self._lock:
             if update.index in self._unfinished:  # See `UpdateSink.put`.
                 self._pending.setdefault(update.index, []).append(update)
@@ -123,7 +123,7 @@ class Channel:
     # The reader's side.
 
     def wake(self) -> None:
-        """Lets the reader look again."""
+        """Wakes the reader."""
         if self._alarm is not None and not self._alarm.done():
             self._alarm.set_result(None)
 
@@ -131,9 +131,9 @@ class Channel:
         """Waits for the next delta; None when all sequences have ended.
 
         Raises:
-            EngineDeadError: the engine stopped before they did.
+            EngineDeadError: The engine stopped first.
         """
-        # A reader that is behind on hundreds of sequences never waits, so nothing else would run.
+        # A reader that is behind on hundreds of sequences never waits; let other tasks run.
         if self._pending and time.monotonic() - self._turn_began > _TURN:
             await asyncio.sleep(0)
             self._turn_began = time.monotonic()
@@ -181,14 +181,14 @@ def _wake(loop: asyncio.AbstractEventLoop, channels: list[Channel]) -> bool:
 
 
 class RequestStream:
-    """The deltas of one request, for ``async for`` on the event loop that asked for it.
+    """The deltas of one request, for ``async for`` on the event loop that submitted it.
 
-    Leaving it early ends the request: by cancelling the task that reads, by `aclose` (or ``async
-    with``), or by dropping the last reference to it.
+    Abandoning the stream ends the request: by canceling the task that reads, by `aclose` (or
+    ``async with``), or by dropping the last reference.
 
     Attributes:
         request_id: The request.
-        output: The request and its answers so far; the engine's thread fills it, so read it when
+        output: The request and its answers so far. The engine's thread fills it, so read it once
             the stream has ended.
     """
 
@@ -202,7 +202,7 @@ class RequestStream:
 
     @property
     def relaxed(self) -> tuple[str, ...]:
-        """`RequestOutput.relaxed`; it is there from the beginning."""
+        """`RequestOutput.relaxed`; available from the start."""
         return self.output.relaxed
 
     def __aiter__(self) -> RequestStream:
@@ -212,8 +212,8 @@ class RequestStream:
         """The next delta.
 
         Raises:
-            EngineDeadError: the engine stopped before the request was finished.
-            RuntimeError: another task reads the stream, or its event loop is another one.
+            EngineDeadError: The engine stopped before the request finished.
+            RuntimeError: Another task is reading, or this is not the stream's event loop.
         """
         if not self._open:
             raise StopAsyncIteration
@@ -246,13 +246,13 @@ class RequestStream:
         return self.output
 
     def close(self) -> None:
-        """Ends the request if it is not finished. Never waits."""
+        """Ends the request if it is unfinished. Never blocks."""
         if self._open:
             self._open = False
             self._abort()
 
     async def aclose(self) -> None:
-        """`close`, under the name that asyncio's tools use."""
+        """Like `close`, under the name that asyncio's tools expect."""
         self.close()
 
     async def __aenter__(self) -> RequestStream:
@@ -262,7 +262,7 @@ class RequestStream:
         self.close()
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105 (globals, such as contextlib, may be None at the exit)
+        try:  # noqa: SIM105 (globals such as contextlib may be None at exit)
             self.close()
         except Exception:
             pass

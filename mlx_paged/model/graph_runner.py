@@ -1,23 +1,23 @@
-"""Runs steps of few rows as one graph or one operation, for each shape.
+"""GraphRunner: compiles steps of few rows, once per shape.
 
-Half of the host's time in a decode step is model code in Python, which builds the same graph in
-every step of one shape, and most steps have as many rows as the one before. So it runs once for
-each shape.
+Half of the host's time in a decode step is Python model code that builds the same graph for every
+step of one shape, and most steps have as many rows as the previous one. So it runs once per shape.
 
-With CUDA, the graph becomes one operation (`GpuExecutable`), which a GPU replays as a whole, so
-the host has almost nothing to do. That happens at a shape's first occurrence: MLX's own products
-sum in another order, and a token must not depend on how often its step's shape occurred before.
-Decodes are padded to a small set of row counts. The warm-up runs all of them.
-If the step has more rows or other operations than that supports, `mx.compile` repeats the graph
-from the third occurrence, so that shapes that do not repeat cost nothing; its arrays keep their
-sizes because those of a plan grow in strides (`plan.build_plan`). With Metal, the same operation is
-encoded as a whole if it is enabled (docs/metal-kernels.md).
+**CUDA.** The graph becomes one operation (`GpuExecutable`) that the GPU replays as a whole, which
+leaves the host almost nothing to do. It is compiled at a shape's first occurrence: MLX's own
+products sum in another order, and a token must not depend on how often its shape occurred before.
+Decodes are padded to a small set of row counts, and the warm-up compiles all of them. For more rows
+or unsupported operations, `mx.compile` repeats the graph from the third occurrence on, so one-off
+shapes cost nothing; its arrays keep their sizes because a plan's sizes grow in strides
+(`plan.build_plan`).
 
-On the CPU, the graph becomes one operation (`CpuExecutable`). Reading it costs no more than
-evaluating it, so that happens immediately, and a plan's work may have any size.
+**Metal.** If enabled, the same operation is encoded as a whole (docs/metal-kernels.md).
 
-`Refusals` holds the reasons why a model's steps are not compiled. Each is logged once, like the
-operations that an executable leaves to MLX.
+**CPU.** The graph becomes one operation (`CpuExecutable`), also at the first occurrence, because
+compiling costs no more than evaluating. A plan's work may have any size.
+
+`Refusals` holds the reasons why steps are not compiled. Each is logged once, as are the operations
+that an executable leaves to MLX.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_GRAPHS = 64
 _SEEN_BEFORE = 2  # occurrences of a shape before `mx.compile` repeats it
-_ROWS_OF_PROMPTS = 16  # steps with prompts have multiples of it: a tile of products
-# (largest number of rows, multiple to pad to) of decodes; 0: the next power of two. The extra rows
-# cost little, because the products read the same weights.
+_ROWS_OF_PROMPTS = 16  # steps with prompts are padded to multiples of it, a tile of products
+# (max rows, stride): up to that many decodes are padded to a multiple of the stride, 0 meaning the
+# next power of two. Padding costs little, because products read the same weights anyway.
 _STRIDES_OF_DECODES = ((4, 0), (32, 8), (64, 16), (1 << 31, 32))
 _FEW_ROWS = ops.max_product_rows()
 _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth a graph.
@@ -91,12 +91,12 @@ class Repeat(Enum):
 
 
 class Repetition(NamedTuple):
-    """Decided once, before a step is planned (`GraphRunner.repetition_of`)."""
+    """How a step repeats, decided once before it is planned (`GraphRunner.repetition_of`)."""
 
     repeat: Repeat
     num_rows: int  # tokens of the step, including padding, which belongs to no sequence
     num_sequences: int  # including padding, which has no tokens
-    reads_once: bool  # True if it probably reads the host's arrays once, as an executable
+    reads_once: bool  # True if it will probably be an executable, which reads host arrays once
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Refusals:
     prompts: str | None = None
 
 
-# (model, primitive or reason) that were logged. Pools may be allocated again, models loaded twice.
+# Logged (model, primitive or reason); pools may be reallocated, and models loaded twice.
 _logged: set[tuple[str, str]] = set()
 
 
@@ -131,7 +131,7 @@ class GraphRunner:
         model_name: For log messages.
 
     Attributes:
-        refusals: What the model's steps cannot be. A test may set them.
+        refusals: Why steps are not compiled. Tests may set it.
         foreign: The operations that the latest executable leaves to MLX, by primitive.
     """
 
@@ -264,7 +264,7 @@ class GraphRunner:
                     # Anything a GPU refuses shows now, while the step can still run another way.
                     mx.eval(result.logits)
             except Exception as error:
-                # Besides a compiler's refusals: model code that reads values cannot be traced.
+                # Also raised by model code that reads values, which cannot be traced.
                 self._refuse(make, tokens.shape[0], repeat, str(error))
             else:
                 self._keep(shape, graph)
@@ -310,7 +310,7 @@ class GraphRunner:
             self._log(
                 logging.WARNING,
                 name,
-                f"MLX runs {name} itself in every step, for which there is no kernel",
+                f"there is no kernel for {name}, so MLX runs it in every step",
             )
 
     # --- Ways to compile. Each returns the graph of `forward`, and evaluates no array of the step.

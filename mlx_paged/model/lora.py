@@ -1,12 +1,11 @@
-"""Low-rank adapters on the device: a stack of slots for each linear layer that an adapter changes.
+"""LoRA adapters on the device: a stack of slots for each linear layer that an adapter changes.
 
-A linear layer with a stack computes ``W(x) + (x @ A[slot].T) @ B[slot]`` for the rows that name a
-slot, in steps that have such rows; all other steps are the graphs that they would be without
-adapters.
+A layer with a stack computes ``W(x) + (x @ A[slot].T) @ B[slot]`` for rows that name a slot. Steps
+without such rows have the same graph as without adapters.
 
-Slots are written in place, through the operation that writes keys and values. So compiled steps,
-which hold the stacks as constants, remain valid when an adapter is loaded. Only the first adapter
-that changes a layer makes its stack, and with it new graphs.
+Slots are written in place, through the operation that writes keys and values, so compiled steps,
+which hold the stacks as constants, stay valid when an adapter is loaded. Only the first adapter to
+change a layer creates its stack, which requires new graphs.
 """
 
 from __future__ import annotations
@@ -27,41 +26,42 @@ from mlx_paged.model.patches import Overrides
 from mlx_paged.model.sharding import Division, linear_layers
 from mlx_paged.platform import Platform
 
-# Ranks are multiples of this: products of few rows, and vectors of 16 bytes, end there.
+# Ranks are multiples of this, as vectorized loads and products of few rows require.
 RANK_STEP = 8
-# Kimi K3 multiplies by the weights of these layers itself, so a changed call would change nothing.
+# Kimi K3 uses these layers' weights directly, so overriding their calls would have no effect.
 _NOT_CALLED = ("self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj")
-# Shape of the pools that hold the stacks; only the operation that writes them needs it.
+# Shape of the pools behind the stacks; it only matters to the operation that writes them.
 _BLOCK, _MAX_DIM, _NO_VALUES = 8, 512, 8
 
 
 class LowRank(NamedTuple):
-    """The change of one linear layer: ``x -> (x @ a.T) @ b``.
+    """The update of one linear layer: ``x -> (x @ a.T) @ b``.
 
     Attributes:
         a: ``[rank, in_features]`` float32.
-        b: ``[rank, out_features]`` float32, with the adapter's scale.
+        b: ``[rank, out_features]`` float32, including the adapter's scale.
     """
 
     a: np.ndarray
     b: np.ndarray
 
     def part(self, part: LinearPart) -> LowRank:
-        """The change of a rank's part of the layer.
+        """Returns the update of a parallel rank's part of the layer.
 
-        The sum that adds up the parts of a layer with divided inputs adds up their changes, too.
+        If the layer's inputs are divided, the all-reduce of the partial outputs also adds up the
+        partial updates.
         """
         return LowRank(self.a[:, part.inputs], self.b[:, part.outputs])
 
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """The layers of a model that adapters may change, and the others by the reason why not.
+    """The layers of a model that adapters may change, and why they may not change others.
 
     Attributes:
-        linear: (in_features, out_features) by the path of the module in the model; those of whole
-            layers, also where a rank has a part of them.
-        refused: What the module is, by path.
+        linear: (in_features, out_features) by the module's path; of the whole layer, even where
+            this rank holds a part of it.
+        refused: What kind of module it is, by path.
     """
 
     linear: Mapping[str, tuple[int, int]]
@@ -72,7 +72,7 @@ class AdapterTargets:
         """Lists the layers of a model.
 
         Args:
-            projection: The module that makes the logits.
+            projection: The module that computes the logits.
         """
         parts = Division.of(model).parts
         linear: dict[str, tuple[int, int]] = {}
@@ -116,8 +116,11 @@ class _Stack:
         return view
 
     def write(self, slot: int, values: np.ndarray | None) -> None:
-        """Writes a slot and waits for it; None writes zeros. The values may have fewer rows or
-        columns than the slot, whose rest is zero."""
+        """Writes a slot and waits for the write. None writes zeros.
+
+        Args:
+            values: At most as many rows and columns as the slot; zeros fill the rest.
+        """
         given = np.zeros(self._shape, np.float32)
         if values is not None:
             given[: values.shape[0], : values.shape[1]] = values
@@ -135,7 +138,7 @@ class _Layer:
     """A linear layer with its stacks.
 
     Args:
-        part: The part of the layer that the module is; None: it is the whole one.
+        part: The part of the layer that this module holds; None: all of it.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class _Layer:
         """Writes a slot.
 
         Args:
-            change: That of the whole layer; None: the slot's adapter does not change it.
+            change: Update of the whole layer; None: the slot's adapter does not change it.
         """
         if change is None and slot not in self._in_use:
             return
@@ -170,7 +173,7 @@ class _Layer:
             stack.write(slot, values)
         if change is None:
             self._in_use.remove(slot)
-        if "write_kv" in kernels.rejected:  # The operation in its place copies.
+        if "write_kv" in kernels.rejected:  # Its replacement copies.
             self.a, self.b = (stack.array for stack in self._stacks)
 
 
@@ -178,12 +181,12 @@ class AdapterLayers:
     """The adapters of a model.
 
     Args:
-        model: Its linear layers get another class when an adapter first changes them.
-        targets: Those layers.
-        context: Names the adapter of each row of the step that is being built.
-        num_slots: Maximum different adapters of a step.
+        model: Its linear layers change class when an adapter first changes them.
+        targets: The layers that adapters may change.
+        context: Holds the slot of each row of the step that is being built.
+        num_slots: Maximum number of different adapters in a step.
         rank: Maximum rank, a multiple of `RANK_STEP`.
-        dtype: Of the stacks; on a GPU that of the model's rows.
+        dtype: Of the stacks; on a GPU, that of the model's activations.
 
     Attributes:
         num_slots, rank, dtype: As given.
@@ -209,20 +212,20 @@ class AdapterLayers:
         self._parts = division.parts
         features = sum(sum(shape_of(module)) for module in self._modules.values())
         self.max_bytes = num_slots * rank * dtype.size * features
-        # The operation's dtype: the CPU's takes weights of any dtype.
+        # The dtype of rows for `ops.lora`. On the CPU, weights may have any dtype beside them.
         self._row_dtype = mx.float32 if platform.on_cpu else dtype
         self._context = context
         self._layers: dict[str, _Layer] = {}
         self._overrides = Overrides()
 
     def load(self, slot: int, layers: Mapping[str, LowRank]) -> bool:
-        """Writes an adapter to a slot. No step in flight may use the slot, except on this thread's
-        stream.
+        """Writes an adapter to a slot. No step in flight may use the slot, unless it runs on this
+        thread's stream.
 
         Args:
             slot: From 0.
-            layers: By path; those of `AdapterTargets.linear`, with at most the rank of the slots.
-                Layers of other ranks are left out.
+            layers: Updates by path, with at most the rank of the slots. Skips layers that other
+                pipeline ranks hold.
 
         Returns:
             True if compiled steps with adapters are no longer valid.
@@ -251,24 +254,28 @@ class AdapterLayers:
 def _adapted(
     out: mx.array, x: mx.array, slots: mx.array, layer: _Layer, dtype: mx.Dtype
 ) -> mx.array:
-    """Adds each row's change.
+    """Returns `out` plus each row's update.
 
     Args:
         out: ``[..., out_features]``, the layer's output for `x`.
-        x: ``[..., in_features]``: the rows of the step in order, or as ``[num_seqs, length]``.
-        slots: ``[num_rows]`` int32; -1: no adapter.
+        x: ``[..., in_features]``, the rows of the step in order, possibly as
+            ``[num_seqs, length, in_features]``.
+        slots: ``[num_rows]`` int32; -1 means no adapter.
+
+    Raises:
+        ValueError: `x` does not have `num_rows` rows, or a multiple of them.
     """
     num_rows, shape = slots.shape[0], out.shape
     if x.shape[0] != num_rows or x.size != num_rows * x.shape[-1]:
         num_vectors = x.size // x.shape[-1]
         if num_vectors % num_rows:
-            raise ValueError(f"[lora] x must have {num_rows} rows but got {x.shape}")
+            raise ValueError(f"[lora] x must have a multiple of {num_rows} rows but got {x.shape}")
         if num_vectors > num_rows:
             slots = mx.repeat(slots, num_vectors // num_rows)
         x, out = x.reshape(num_vectors, -1), out.reshape(num_vectors, -1)
     if out.dtype == dtype:
         out = ops.lora(out, x.astype(dtype), slots, layer.a, layer.b)
-    else:  # A sum in another dtype would change rows without an adapter.
+    else:  # Adding in another dtype would change rows that have no adapter.
         change = ops.lora(mx.zeros(out.shape, dtype), x.astype(dtype), slots, layer.a, layer.b)
         out = out + change.astype(out.dtype)
     return out if out.shape == shape else out.reshape(shape)

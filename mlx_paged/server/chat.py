@@ -34,10 +34,10 @@ async def chat_completions(request: Request) -> Response:
 async def prepared_generation(
     request: Request, kind: type[ChatBody]
 ) -> tuple[ChatBody, PreparedTurn, Generation]:
-    """Returns the body of a chat, its turn, and its generation, which is not submitted yet.
+    """Returns a chat's body, its turn, and its generation, which is not submitted yet.
 
     Args:
-        kind: The body's type.
+        kind: Type of the body.
 
     Raises:
         ApiError, MlxPagedError: See `prepared_chat`.
@@ -60,7 +60,7 @@ async def prepared_generation(
 async def prepared_chat(
     request: Request, kind: type[ChatBody] = ChatBody
 ) -> tuple[ChatBody, PreparedTurn, list[int]]:
-    """Returns the body of a chat, its turn, and its prompt as the model gets it.
+    """Returns a chat's body, its turn, and the tokens of its prompt.
 
     Raises:
         ApiError, MlxPagedError: See `requests.read_body`, `turn_of` and `turn.prepare`.
@@ -84,20 +84,20 @@ async def prepared_chat(
 
 
 def turn_of(body: ChatBody, io: IoOptions | None = None) -> Turn:
-    """Reads a body.
+    """Converts a body to a turn.
 
     Args:
-        io: how the server reads media.
+        io: How the server reads media.
 
     Raises:
-        ApiError: 400 for fields that contradict each other.
-        InvalidParameterError: a part of a message that cannot be.
+        ApiError: 400, fields contradict each other.
+        InvalidParameterError: A part of a message is invalid.
     """
     conversation = requests.conversation_of(body, io)
     choice = tool_requests.choice_of(body.tool_choice, body.parallel_tool_calls, conversation.tools)
     if body.functions:
         if body.tool_choice is not None:
-            raise bad_request("tool_choice", "tool_choice needs tools: functions are not them")
+            raise bad_request("tool_choice", "tool_choice needs tools, but the body has functions")
         choice = _legacy_choice(body, choice)
     elif body.function_call not in (None, "none", "auto"):
         raise bad_request("function_call", "function_call needs functions")
@@ -111,7 +111,7 @@ def turn_of(body: ChatBody, io: IoOptions | None = None) -> Turn:
 
 
 def _legacy_choice(body: ChatBody, choice: ToolChoice) -> ToolChoice:
-    """Returns the choice of `function_call`, which allows at most one call."""
+    """Converts the legacy field `function_call`, which allows at most one call."""
     if choice.mode == "none" or body.function_call == "none":
         return ToolChoice("none")
     if body.function_call in (None, "auto"):
@@ -119,7 +119,8 @@ def _legacy_choice(body: ChatBody, choice: ToolChoice) -> ToolChoice:
     assert isinstance(body.function_call, tool_requests.NamedFunction)
     if all(function.name != body.function_call.name for function in body.functions or ()):
         raise bad_request(
-            "function_call", f"function_call names {body.function_call.name!r}, which there is not"
+            "function_call",
+            f"function_call names {body.function_call.name!r}, which functions lacks",
         )
     return ToolChoice("named", (body.function_call.name,), parallel=False)
 
@@ -127,7 +128,11 @@ def _legacy_choice(body: ChatBody, choice: ToolChoice) -> ToolChoice:
 def chat_params(
     body: ChatBody, config: ServerConfig, defaults: GenerationDefaults
 ) -> SamplingParams:
-    """The sampling parameters of a body."""
+    """Returns the sampling parameters of a body.
+
+    Raises:
+        ApiError: 400, a field is invalid.
+    """
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
     requests.check_logprobs("top_logprobs", body.top_logprobs, config)
@@ -141,9 +146,9 @@ def chat_params(
 
 
 class ChatAdapter(OpenAIAdapter):
-    """Each of the n sequences is a choice, and its parts make the message."""
+    """Formats each of the n sequences as a choice with a message."""
 
-    # As vLLM does: a role that came with the acceptance would pass for the first token.
+    # As in vLLM. Clients that measure TTFT would take an earlier role chunk for the first token.
     begins_with_piece = True
 
     def __init__(self, generation: Generation, turn: PreparedTurn, body: ChatBody) -> None:
@@ -156,7 +161,7 @@ class ChatAdapter(OpenAIAdapter):
         self._shows_reasoning = body.include_reasoning is not False
         self._num_calls = [0] * turn.params.n
         self._custom = {tool.name for tool in turn.tools if tool.is_custom}
-        self._calls_custom = [False] * turn.params.n  # of the call that is open
+        self._calls_custom = [False] * turn.params.n  # of each open call
 
     @property
     def relaxed(self) -> tuple[str, ...]:
@@ -233,13 +238,13 @@ class ChatAdapter(OpenAIAdapter):
 
     def _finish_reason(self, piece: Piece) -> responses.Reason | None:
         calls = self._readers[piece.index].answer.calls if self._readers is not None else []
-        # If a call is cut, its reason is the answer's: there is nothing to call.
+        # A cut-off call keeps the answer's reason, because there is nothing to call.
         if piece.finish_reason == "stop" and calls and calls[-1].is_complete:
             return "function_call" if self._is_legacy else "tool_calls"
         return piece.finish_reason
 
     def begin(self) -> Iterable[bytes]:
-        # OpenAI's content is null if only calls can follow, as in a whole message.
+        # As in OpenAI's API, content is null if only calls can follow.
         content = self._echo or (None if self._turn.forces_a_call else "")
         for index in range(self.generation.params.n):
             yield self.event(
@@ -249,11 +254,11 @@ class ChatAdapter(OpenAIAdapter):
                     "logprobs": None,
                     "finish_reason": None,
                 },
-                num_sent=0,  # The first tokens follow in a chunk of their own.
+                num_sent=0,  # The first tokens follow in the next chunk.
             )
 
     def keepalive(self) -> Iterable[bytes]:
-        # An empty content would turn the null content of a message of calls into a text.
+        # Empty content would turn the null content of a message of calls into text.
         yield self.event({"index": 0, "delta": {}, "logprobs": None, "finish_reason": None})
 
     def piece(self, piece: Piece) -> Iterable[bytes]:
@@ -262,7 +267,7 @@ class ChatAdapter(OpenAIAdapter):
         return self._parsed(piece, self._readers.read(piece))
 
     def _parsed(self, piece: Piece, read: list[events.Event]) -> Iterable[bytes]:
-        """A chunk for each event; log-probabilities and tokens are in the last one."""
+        """Yields a chunk per event; the last one carries log-probabilities and tokens."""
         deltas = [d for event in read if (d := self._delta(piece.index, event)) is not None]
         rest = piece.finish_reason or piece.logprobs or (self.return_token_ids and piece.token_ids)
         if rest and (piece.finish_reason or not deltas):
@@ -280,7 +285,7 @@ class ChatAdapter(OpenAIAdapter):
             yield self.event(choice)
 
     def _delta(self, index: int, event: events.Event) -> responses.Delta | None:
-        """Returns the chunk of an event; None: it has none."""
+        """Returns the delta of an event, or None."""
         if isinstance(event, events.ContentText):
             return {"content": event.separator + event.text}
         if isinstance(event, events.ReasoningText):

@@ -1,4 +1,4 @@
-"""EngineService: what `server.run` runs to serve one model."""
+"""EngineService: the `server.run.Service` that serves one model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_paged.server.router.link import RouterLink
 
 logger = logging.getLogger(__name__)
 
-# Seconds between checks of the engine's thread.
+# Seconds between checks that the engine is alive.
 _WATCH_INTERVAL = 0.25
 
 
@@ -87,7 +87,7 @@ class EngineService:
                 return None
         failure = model.failure
         if failure is not None and self._engine.is_alive:
-            # Not the engine's: that has logged its own.
+            # Not the engine's failure, which the engine has already logged.
             expected = isinstance(failure, MlxPagedError)
             logger.critical("%s", failure, exc_info=None if expected else failure)
         return 1

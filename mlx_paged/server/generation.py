@@ -1,4 +1,4 @@
-"""The prompts of one HTTP request in the engine; the tokens of its sequences as events."""
+"""Generation: submits the prompts of one HTTP request, and yields their tokens as pieces."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _serial = itertools.count()
 
 @dataclass(slots=True)
 class Piece:
-    """An event: what one sequence gained since its last event.
+    """What one sequence gained since its last piece: the content of one event.
 
     Attributes:
-        prompt: Index of the prompt among those of the request.
+        prompt: Index of the prompt in the request.
         index: Index among the prompt's `n` answers.
         num_before: Tokens of the sequence's earlier pieces.
         texts: The new text, in parts; empty while a character or a stop string is incomplete.
@@ -57,7 +57,7 @@ class Piece:
 
     @classmethod
     def whole(cls, prompt: int, output: CompletionOutput) -> Piece:
-        """Returns all of a sequence that has ended."""
+        """Returns a finished sequence as a single piece."""
         assert output.finish_reason is not None
         return cls(
             prompt, output.index, 0, [output.text], output.token_ids, output.logprobs or [],
@@ -71,23 +71,23 @@ class Piece:
 
     @property
     def updates(self) -> Iterator[tuple[int | None, str]]:
-        """Each new token with the text that became certain with it; None with text after them."""
+        """Yields (token, text that it completed); the token is None for text after the last one."""
         return itertools.zip_longest(self.token_ids, self.texts, fillvalue=None)  # type: ignore[arg-type]
 
     @property
     def is_cut(self) -> bool:
-        """True if the model did not end the sequence itself, but a limit or a stop string did."""
+        """True if a limit or a stop string ended the sequence, not the model."""
         return self.finish_reason != "stop" or isinstance(self.stop_reason, str)
 
     @property
     def is_plain(self) -> bool:
-        """True if it is neither the first nor the last piece, and has text and tokens only."""
+        """True if it has only text and tokens, and is neither the first nor the last piece."""
         return self.num_before > 0 and self.finish_reason is None and not self.logprobs
 
     def add(self, delta: SequenceDelta) -> None:
-        """Adds a delta of the engine."""
+        """Adds a delta from the engine."""
         for update in delta.updates:
-            if len(update.token_ids) == 1:  # A fast path for most updates.
+            if len(update.token_ids) == 1:  # Fast path: most updates.
                 self.texts.append(update.text)
                 self.token_ids += update.token_ids
             else:
@@ -105,19 +105,19 @@ class Piece:
 class Generation:
     """Submits prompts, and yields the tokens of their sequences.
 
-    Use it with ``async with``. Entering submits, unless `submit` was called before so that a
-    refusal can still be the status of the response. Leaving aborts unfinished sequences and writes
-    metrics and the fields of the log.
+    Use it with ``async with``. Entering submits, unless `submit` was called before, so that a
+    refusal can still set the response's status. Leaving aborts unfinished sequences and writes
+    metrics and log fields.
 
     Args:
         request: The HTTP request.
         model: The model that answers.
         prompts: Tokens of each engine request.
-        params: Parameters of all of them.
+        params: Sampling parameters of all of them.
         priority, cache_salt: See `EngineRequest`.
         media: Media of the only prompt.
-        stream_interval: Tokens per streamed chunk, if more than the server's.
-        names: The request's names of the engine's fields (`errors.own_name`).
+        stream_interval: Tokens per streamed chunk, if more than the server's setting.
+        names: Maps the engine's field names to the request's (`errors.own_name`).
 
     Attributes:
         num_sent: Tokens of the pieces yielded so far.
@@ -155,7 +155,7 @@ class Generation:
         self._timeout = self.context.config.request_timeout
         if self.trace.background:
             self._options["background"] = True
-            self._timeout = None  # Others may go first for any time.
+            self._timeout = None  # Other requests may go first for any time.
         if media is not None:
             self._options["media"] = media
         self._streams: list[RequestStream] = []
@@ -179,12 +179,12 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Prompt tokens that came from the prefix cache."""
         return sum(output.num_cached_tokens for output in self.outputs)
 
     @property
     def relaxed(self) -> tuple[str, ...]:
-        """Parts of the schema that the answers need not satisfy, once it is submitted."""
+        """Parts of the schema that are not enforced, once it is submitted."""
         relaxed = self._streams[0].relaxed if self._streams else ()
         return tuple(errors.own_name(path, self._names) for path in relaxed)
 
@@ -192,7 +192,7 @@ class Generation:
         """Submits all prompts, or none.
 
         Raises:
-            ApiError: the engine refuses one.
+            ApiError: The engine refuses one.
         """
         context, request_id = self.context, self.trace.request_id
         context.underway.add(self)
@@ -215,7 +215,7 @@ class Generation:
         except MlxPagedError as error:
             self._close_streams()
             if isinstance(error, EngineDeadError):
-                context.check_takes_requests()  # knows more about the cause
+                context.check_takes_requests()  # Its error explains more.
             else:
                 context.metrics.rejected.labels(errors.refusal_reason(error)).inc()
             raise errors.from_engine(error, request_id, self._names) from error
@@ -235,14 +235,14 @@ class Generation:
         self.close()
 
     def close(self) -> None:
-        """Aborts unfinished sequences, and writes metrics and the fields of the log, once."""
+        """Aborts unfinished sequences, and writes metrics and log fields, once."""
         if not self._is_closed:
             self._is_closed = True
             self._close_streams()
             self._account()
 
     async def abort(self) -> None:
-        """Ends all sequences, for another request: whoever reads them gets 499."""
+        """Ends all sequences on behalf of another request. Their reader gets 499."""
         self._is_aborted = True
         for stream in self._streams:
             await self.model.engine.abort(stream.request_id)
@@ -253,27 +253,26 @@ class Generation:
             stream.close()
 
     async def finish(self) -> None:
-        """Waits until all sequences have ended; `outputs` has them.
+        """Waits until all sequences have ended; `outputs` holds the results.
 
         Raises:
-            ApiError: a sequence ended without being finished.
+            ApiError: A sequence ended early, by a timeout, an abort or an error.
         """
         with self._engine_errors():
             async for delta in self._deltas():
                 self._note(delta)
                 for update in delta.updates:
-                    _ = update.text  # Decoded as it arrives, not in one piece at the end.
+                    _ = update.text  # Decode as it arrives, not all at the end.
             for output in self.outputs:
                 for answer in output.outputs:
                     if answer.error is not None:  # such as text that cannot be decoded
                         raise answer.error
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Tokens of the sequences as they come: the first token, then every `stream_interval`
-        tokens, then the end.
+        """Yields tokens as they arrive: the first one, then every `stream_interval`, then the rest.
 
         Raises:
-            ApiError: a sequence ended without being finished.
+            ApiError: A sequence ended early, by a timeout, an abort or an error.
         """
         interval = self._interval
         places = {stream.request_id: place for place, stream in enumerate(self._streams)}
@@ -295,12 +294,12 @@ class Generation:
                 yield piece
 
     def _deltas(self) -> AsyncIterator[SequenceDelta]:
-        # With one stream, no merging generator has to handle each token.
+        # A single stream needs no merging generator in the path of every token.
         return self._streams[0] if len(self._streams) == 1 else _merged(self._streams)
 
     @contextlib.contextmanager
     def _engine_errors(self) -> Iterator[None]:
-        """Converts errors of the engine to those of the API."""
+        """Converts the engine's errors to API errors."""
         try:
             yield
         except MlxPagedError as error:
@@ -310,10 +309,10 @@ class Generation:
             raise errors.from_engine(error, self.trace.request_id, self._names) from error
 
     def _note(self, delta: SequenceDelta) -> tuple[str, int]:
-        """Records the metrics of a delta; returns the request and index of its sequence.
+        """Records the metrics of a delta; returns its (request id, sequence index).
 
         Raises:
-            ApiError, StepError: the sequence ended without being finished.
+            ApiError, StepError: The sequence ended early, by a timeout, an abort or an error.
         """
         first = delta.updates[0]
         key = first.request_id, first.index
@@ -332,7 +331,7 @@ class Generation:
             if last is not None:
                 metrics.tokens(now - last, count)
             elif count > 1:
-                metrics.tokens(0.0, count - 1)  # they came together
+                metrics.tokens(0.0, count - 1)  # They arrived together.
             self._last[key] = now
         reason = delta.finish_reason
         if reason is not None:
@@ -350,7 +349,7 @@ class Generation:
         return key
 
     def _account(self) -> None:
-        """Writes metrics and the fields of the log."""
+        """Writes metrics and log fields."""
         for output in self.outputs:
             ends = [answer.finish_reason for answer in output.outputs]
             reason = next((r for r in ends if r is not None), FinishReason.ABORT)
@@ -370,7 +369,7 @@ class Generation:
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[SequenceDelta]:
-    """Merges streams. Each waits while the reader is busy, so nothing piles up."""
+    """Merges streams. Each waits while the reader is busy, so nothing accumulates."""
     queue: asyncio.Queue[SequenceDelta | Exception | None] = asyncio.Queue(1)
 
     async def pump(stream: RequestStream) -> None:
@@ -385,13 +384,13 @@ async def _merged(streams: list[RequestStream]) -> AsyncIterator[SequenceDelta]:
     try:
         unfinished = len(tasks)
         while unfinished:
-            news = await queue.get()
-            if news is None:
+            item = await queue.get()
+            if item is None:
                 unfinished -= 1
-            elif isinstance(news, Exception):
-                raise news
+            elif isinstance(item, Exception):
+                raise item
             else:
-                yield news
+                yield item
     finally:
         for task in tasks:
             task.cancel()

@@ -37,7 +37,7 @@ class UnloadLoraBody(Body):
 
 
 async def load_adapter(request: Request) -> Response:
-    """Reads an adapter, and serves it under a name."""
+    """Loads an adapter and serves it under a name."""
     body = await read_body(request, LoadLoraBody)
     module = LoraModule(body.lora_name, body.lora_path)
     await _modules(request).load(module, in_place=body.load_inplace)
@@ -64,8 +64,8 @@ def _modules(request: Request) -> LoraModules:
     if not context.config.allow_runtime_lora_updating:
         raise ApiError(
             403,
-            "requests may load adapters if the server was started with "
-            "--allow-runtime-lora-updating: they name directories of its machine",
+            "loading adapters by request needs a server started with "
+            "--allow-runtime-lora-updating, because requests name directories of its machine",
             code="runtime_lora_updating_disabled",
         )
     return context.models.default.lora_modules

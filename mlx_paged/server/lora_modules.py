@@ -1,4 +1,4 @@
-"""LoraModules: adapters that requests name as their model."""
+"""LoraModules: the adapters that requests can name as their model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoraModule(NamedTuple):
-    """An adapter, and the name that requests give as their model."""
+    """An adapter and the name under which requests select it."""
 
     name: str
     path: str
@@ -70,7 +70,7 @@ class LoraModules:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may give as their model."""
+        """Names under which requests select adapters."""
         return tuple(self._requests)
 
     def get(self, name: str) -> LoRARequest | None:
@@ -78,13 +78,13 @@ class LoraModules:
         return self._requests.get(name)
 
     async def load(self, module: LoraModule, *, in_place: bool = False) -> None:
-        """Reads an adapter, and serves it from now on.
+        """Loads an adapter and serves it from now on.
 
         Args:
-            in_place: Replace an adapter of the same name. Its running requests keep the old one.
+            in_place: Replace an adapter of the same name. Running requests keep the old one.
 
         Raises:
-            ApiError: 400 or 404: a name that is taken, or an adapter that cannot be served.
+            ApiError: 400, the name is taken or the adapter is unusable; 404, no such directory.
         """
         async with self._changing:
             name = module.name

@@ -190,7 +190,7 @@ async def _received(request: Request, bounds: BodyBounds) -> bytes:
             headers={"Connection": "close"},
         ) from None  # fmt: skip
     except ClientDisconnect:
-        raise ApiError(499, "the client has gone", code="client_closed") from None
+        raise ApiError(499, "the client disconnected", code="client_closed") from None
     except ApiError as error:
         error.headers.setdefault("Connection", "close")  # the rest of the body is not read
         raise

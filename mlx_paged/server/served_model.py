@@ -1,4 +1,4 @@
-"""ServedModel: one model of the server, with everything that its requests need."""
+"""ServedModel: one model of the server and everything that its requests need."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class ServedModel:
         config: The server's options.
 
     Attributes:
-        names: The names that requests may use for it; answers use the first.
-        response_store: Responses that later requests may continue.
-        defaults: Values of fields that a request leaves out, from the model's generation config.
-        failure: The error of an engine that could not be started.
-        tool_format: The model's syntax of calls; None: unknown, or not to be parsed.
-        no_tool_format: The reason why it is unknown; "" if it is known.
-        reasoning_format: The model's markers of reasoning; None: it has none.
+        names: Names that requests may use; responses use the first.
+        response_store: Stored responses that later requests may continue.
+        defaults: Defaults for omitted fields, from the model's generation config.
+        failure: Why the engine could not be started; None otherwise.
+        tool_format: The model's tool-call syntax; None if unknown or disabled.
+        no_tool_format: Why `tool_format` is None; "" otherwise.
+        reasoning_format: The model's reasoning markers; None if it has none.
         lora_modules: Its adapters.
-        lora_request: The adapter of its requests; None: the model alone.
+        lora_request: Adapter of the requests; None: the base model.
     """
 
     def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
@@ -81,7 +81,7 @@ class ServedModel:
         return self.failure is not None or not self.engine.is_alive
 
     async def start(self, metrics: Metrics) -> None:
-        """Waits for the engine, then sets what depends on it. Sets `failure` if that fails."""
+        """Waits for the engine, then sets up what depends on it. Sets `failure` on error."""
         try:
             await self.engine.ready()
             info = self.engine.info
@@ -115,14 +115,14 @@ class ServedModel:
         await self._ready.wait()
 
     def close(self) -> None:
-        """Ends the threads of the tokenizer."""
+        """Ends the tokenizer's threads."""
         if self._renderer is not None:
             self._renderer.close()
 
     # Once it is loaded.
 
     def with_adapter(self, lora_request: LoRARequest) -> ServedModel:
-        """Returns the same model with an adapter, for one request."""
+        """Returns this model with an adapter, for one request."""
         adapted = copy.copy(self)
         adapted.lora_request = lora_request
         return adapted
@@ -140,12 +140,12 @@ class ServedModel:
 
     @property
     def media_io(self) -> IoOptions:
-        """How media are read if a request does not say."""
+        """How to read media if a request does not say."""
         return self.info.config.media_options.io
 
     @property
     def media_kinds(self) -> tuple[Kind, ...]:
-        """Kinds of media that requests may have."""
+        """Kinds of media that requests may contain."""
         media, options = self.engine.media, self.info.config.media_options
         kinds = () if media is None else media.kinds
         return tuple(kind for kind in KINDS if kind in kinds and options.most(kind))
@@ -190,7 +190,7 @@ def _tool_format(config: ServerConfig, renderer: Renderer) -> ToolFormat | None:
 
 
 def _no_tool_format(config: ServerConfig, renderer: Renderer) -> str:
-    """Returns why the model's syntax of calls is unknown."""
+    """Returns why the model's tool-call syntax is unknown."""
     if config.tool_call_parser == "none":
         return "--tool-call-parser is none"
     if not renderer.renders_tools:

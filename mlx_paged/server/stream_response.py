@@ -1,9 +1,9 @@
-"""EventStream and LineStream: responses that are sent piece by piece, as their pieces are made.
+"""EventStream and LineStream: responses sent piece by piece.
 
-A stream has a task of its own, one that waits for the client to leave, and a timer. In the task of
-the request, each piece would have to wake a dozen coroutines of middleware. Nothing is left in a
-reference cycle when the stream ends: with hundreds of streams, the cycles of anyio's task groups
-made the garbage collector stop the server.
+Each stream has its own task, a task that waits for the client to disconnect, and a timer. In the
+request's task, every piece would wake a dozen coroutines of middleware. A finished stream leaves no
+reference cycles: with hundreds of streams, those of anyio's task groups made garbage collection
+stall the server.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ _NOT_STORED = {"Cache-Control": "no-store"}
 
 
 class LiveResponse(StreamingResponse):
-    """Sends pieces of a body as they come; closes them early if the client leaves.
-
-    Drops a client that takes nothing for `read_timeout`.
+    """Sends pieces of a body as they arrive. Stops if the client disconnects, or reads nothing for
+    `read_timeout`.
 
     Args:
         pieces: The body.
-        trace: The log of the request that the stream answers, or that reads it.
+        trace: Log record of the request that reads the stream.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class LiveResponse(StreamingResponse):
         self._trace = trace
         self._patience = config.read_timeout
         self._stream: asyncio.Task[None] | None = None  # until it has ended
-        self._is_cut = False  # because the client has left or does not read
+        self._is_cut = False  # The client disconnected or does not read.
         self._sending_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -73,7 +72,7 @@ class LiveResponse(StreamingResponse):
         finally:
             self._stream = None
             self._stop()
-            # The end of the response also ends `receive`, which costs less than cancelling it.
+            # The response's end usually ends `receive` too, which is cheaper than canceling it.
             if not watch.done():
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
@@ -92,19 +91,19 @@ class LiveResponse(StreamingResponse):
         self._begin(send)
         async with contextlib.aclosing(self._pieces) as pieces:
             async for piece in pieces:
-                # A ping that waits must go first.
+                # A waiting ping goes first.
                 if self._sending_since is not None or not send_now(scope, piece):
                     await self._send_body(send, piece)
         await self._send_body(send, b"", more_body=False)
 
     async def _send_body(self, send: Send, body: bytes, *, more_body: bool = True) -> None:
-        if self._sending_since is None:  # A ping may wait next to a piece.
+        if self._sending_since is None:  # A ping and a piece may both be waiting.
             self._sending_since = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": body, "more_body": more_body})
         self._sending_since = None
 
     def _begin(self, send: Send) -> None:
-        """Called when the head is sent."""
+        """Called after the headers are sent."""
 
     def _stop(self) -> None:
         """Called at the end."""
@@ -138,7 +137,7 @@ class LiveResponse(StreamingResponse):
 
 
 class LineStream(LiveResponse):
-    """JSON objects, each on a line."""
+    """Newline-delimited JSON."""
 
     media_type = "application/x-ndjson"
 

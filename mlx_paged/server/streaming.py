@@ -1,7 +1,7 @@
-"""Turns a generation into an HTTP response, whole or as a stream, for all APIs.
+"""Turns a generation into an HTTP response, whole or streamed, for all APIs.
 
-An API is an adapter, which formats its answer and the events of its stream. `OpenAIAdapter` is the
-common part of chats and plain completions.
+Each API is an adapter that formats its answer and the events of its stream. `OpenAIAdapter` is
+shared by chats and plain completions.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The header that names the parts of a schema that are not enforced.
+#: Response header that lists the parts of a schema that are not enforced.
 RELAXED = "X-Structured-Outputs-Relaxed"
 
-# Bytes that are serialised at a stretch, and of an answer that is held until it is complete.
+# Bytes serialized without yielding to other tasks; maximum bytes of an answer sent in one piece.
 _PIECE_SIZE = 1 << 15
 _MAX_HELD = 1 << 20
 
@@ -48,16 +48,16 @@ Chunk = responses.ChatChunk | responses.CompletionAnswer
 
 
 class Adapter(ABC):
-    """The form of a generation in one API.
+    """Formats a generation for one API.
 
     Args:
         generation: Not submitted yet.
 
     Attributes:
-        done: The end of a stream, also after an error.
+        done: Ends a stream, even after an error.
         ping: Sent at intervals while a stream is silent; None sends a comment.
-        lines: True if a stream has a JSON object on each line, instead of server-sent events.
-        begins_with_piece: True if the events of `begin` come with the first piece.
+        lines: True if a stream consists of JSON lines instead of server-sent events.
+        begins_with_piece: True to send the events of `begin` with the first piece.
     """
 
     done = b""
@@ -80,32 +80,32 @@ class Adapter(ABC):
         return self.generation.relaxed
 
     async def run(self) -> None:
-        """Waits until the generation has ended, for an answer that is not streamed."""
+        """Waits for the generation to end, for an answer that is not streamed."""
         await self.generation.finish()
 
     @abstractmethod
     def whole(self) -> Mapping[str, Any]:
-        """The body of an answer that is not streamed; the generation has ended."""
+        """Returns the body of an answer that is not streamed, once the generation has ended."""
 
     def begin(self) -> Iterable[bytes]:
-        """Events before the first piece."""
+        """Returns the events before the first piece."""
         return ()
 
     @abstractmethod
     def piece(self, piece: Piece) -> Iterable[bytes]:
-        """Returns the events of a piece; empty if there is nothing to send yet."""
+        """Returns the events of a piece; may be empty."""
 
     def end(self) -> Iterable[bytes]:
-        """Events after the last piece."""
+        """Returns the events after the last piece."""
         return ()
 
     def keepalive(self) -> Iterable[bytes]:
-        """Events without content, for clients that ignore comments. Empty if `ping` is an event."""
+        """Returns empty events for clients that ignore comments; none if `ping` is an event."""
         return ()
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """The events of an error in the middle of a stream."""
+        """Returns the events for an error in the middle of a stream."""
 
 
 async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Response:
@@ -115,7 +115,7 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
         The whole answer, or a stream that has not begun.
 
     Raises:
-        ApiError: the engine refuses it, or cannot finish an answer that is not streamed.
+        ApiError: The engine refuses it, or fails before a whole answer is complete.
     """
     if stream:
         await adapter.generation.submit()
@@ -133,10 +133,10 @@ async def respond(request: Request, adapter: Adapter, *, stream: bool) -> Respon
 
 
 async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Awaits a coroutine, and cancels it if the client leaves.
+    """Awaits a coroutine; cancels it if the client disconnects.
 
     Raises:
-        ApiError: The client has left.
+        ApiError: 499, the client disconnected.
     """
     work = asyncio.ensure_future(coroutine)
     watch = asyncio.ensure_future(_disconnected(request))
@@ -144,8 +144,8 @@ async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        # Only the log will show it.
-        raise ApiError(499, "the client has gone", code="client_closed")
+        # Only the log shows this.
+        raise ApiError(499, "the client disconnected", code="client_closed")
     finally:
         for each in (work, watch):
             each.cancel()
@@ -155,9 +155,9 @@ async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T
 async def json_response(
     body: Mapping[str, Any] | Sequence[Any], headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Returns a body as a response, serialized in pieces so that other tasks run in between.
+    """Returns a JSON response, serialized in pieces so that other tasks run in between.
 
-    A body over `_MAX_HELD` bytes is serialized while it is sent, as fast as the client reads.
+    A body over `_MAX_HELD` bytes is serialized while it is sent, at the client's pace.
     """
     pieces = _in_turns(responses.json_pieces(body))
     held = []
@@ -179,7 +179,7 @@ async def _after(held: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator
 
 
 async def _in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Joins pieces to larger ones, and lets other tasks run before each."""
+    """Joins pieces into larger ones, and lets other tasks run between them."""
     joined = []
     size = 0
     for piece in pieces:
@@ -205,8 +205,8 @@ async def _disconnected(request: Request) -> None:
 
 
 def _pieces(generation: Generation) -> AsyncIterator[Piece | None]:
-    """The pieces of a generation; with ``--stream-keepalive-deltas`` None for each `PING_INTERVAL`
-    without one."""
+    """Yields a generation's pieces; with ``--stream-keepalive-deltas`` also None after every
+    `PING_INTERVAL` without one."""
     pieces = generation.pieces()
     if generation.context.config.stream_keepalive_deltas:
         return _with_silences(pieces)
@@ -232,7 +232,7 @@ async def _with_silences(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece | 
 
 
 async def events_of(adapter: Adapter) -> AsyncGenerator[bytes]:
-    """The events of an adapter's stream, errors included."""
+    """Yields the events of an adapter's stream, including errors."""
     trace = adapter.generation.trace
     try:
         async with adapter.generation as generation:
@@ -269,15 +269,15 @@ async def events_of(adapter: Adapter) -> AsyncGenerator[bytes]:
 
 
 def sse(body: Mapping[str, Any]) -> bytes:
-    """One event."""
+    """Returns one server-sent event."""
     return b"data: " + responses.json_bytes(body) + b"\n\n"
 
 
 class TextEvent:
-    """An event that is sent repeatedly with another text: the rest of it is serialised once.
+    """An event that is sent repeatedly with different text; the rest is serialized once.
 
     Args:
-        event: with `TextEvent.TEXT` in place of the text.
+        event: The serialized event, with `TextEvent.TEXT` in place of the text.
     """
 
     TEXT = "\x00the text\x00"
@@ -286,7 +286,7 @@ class TextEvent:
         self._before, self._after = event.split(to_json(self.TEXT))
 
     def __call__(self, text: str) -> bytes:
-        """The event with a text."""
+        """Returns the event with a text."""
         return self._before + to_json(text) + self._after
 
 
@@ -308,19 +308,19 @@ class OpenAIAdapter(Adapter):
         options = body.stream_options
         self._usage_at_end = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
-        # The form of nearly all events, by index of the prompt and sequence.
+        # Templates of nearly all events, by (prompt, sequence).
         self._text_events: dict[tuple[int, int], TextEvent] = {}
 
     @abstractmethod
     def choice(self, piece: Piece) -> ChunkChoice:
-        """The part of a choice that represents a piece."""
+        """Returns the choice for a piece."""
 
     @abstractmethod
     def chunk(self, choices: list[Any]) -> Chunk:
-        """An event of choices, without usage."""
+        """Returns a chunk with these choices, without usage."""
 
     def usage(self, num_completion_tokens: int) -> responses.Usage:
-        """OpenAI's `usage`."""
+        """Returns OpenAI's `usage` object."""
         num_prompt_tokens = self.generation.num_prompt_tokens
         usage: responses.Usage = {
             "prompt_tokens": num_prompt_tokens,
@@ -351,10 +351,10 @@ class OpenAIAdapter(Adapter):
         return self.usage(sum(len(answer.token_ids) for answer in answers))
 
     def event(self, choice: ChunkChoice, num_sent: int | None = None) -> bytes:
-        """Returns a chunk of one choice, with usage if every chunk has it.
+        """Returns the event of one choice, with usage if the client wants it in every chunk.
 
         Args:
-            num_sent: Tokens that were sent, with this chunk; None: those of all pieces so far.
+            num_sent: Tokens sent up to and including this chunk; None: those of all pieces so far.
         """
         chunk = self.chunk([choice])
         if self._usage_always:
@@ -367,7 +367,7 @@ class OpenAIAdapter(Adapter):
         text = piece.text
         if piece.is_plain and not (self.return_token_ids or self._usage_always):
             if not text:
-                return ()  # A character is incomplete.
+                return ()  # A character is still incomplete.
             key = piece.prompt, piece.index
             event = self._text_events.get(key)
             if event is None:
@@ -379,7 +379,7 @@ class OpenAIAdapter(Adapter):
         return (self.event(self.choice(piece)),)
 
     def add_ending(self, choice: responses.ChatChoice | ChunkChoice, piece: Piece) -> None:
-        """Adds the fields of a choice that are not always there."""
+        """Adds a choice's optional fields."""
         if piece.finish_reason is not None:
             choice["stop_reason"] = piece.stop_reason
         if self.return_token_ids:

@@ -204,7 +204,7 @@ def test_bad_words_are_tokenized_off_the_engines_thread(engine, monkeypatch) -> 
 
 def test_many_calls_leave_time_for_steps(engine, monkeypatch) -> None:
     """Else the device would wait until all requests of a burst have been added."""
-    monkeypatch.setattr(engine_thread, "_SECONDS_OF_CALLS", 0.0)
+    monkeypatch.setattr(engine_thread, "_MAX_CALL_SECONDS", 0.0)
 
     async def test() -> None:
         stream = await engine.add_request(PROMPT, params(300))

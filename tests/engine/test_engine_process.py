@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
@@ -21,7 +24,7 @@ from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.engine_thread import EngineThread
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.engine.process.client import ProcessEngine
-from mlx_paged.engine.process.messages import Call
+from mlx_paged.engine.process.messages import Call, Dead, Failed, Leave, Submit
 from mlx_paged.engine.process.pipe import Pipe
 from mlx_paged.engine.sampling_params import SamplingParams
 
@@ -71,9 +74,22 @@ def local() -> Iterator[AsyncEngine]:
     run(engine.shutdown())
 
 
+# These run in the child, before its engine is created.
+
+
 def with_unsendable_tokenizer() -> None:
-    """Runs in the child, before its engine is made."""
     AsyncEngine.tokenizer = property(lambda _: lambda: None)  # type: ignore[method-assign, assignment]
+
+
+class OnlyInTheChild:
+    """Its class cannot be imported elsewhere, like that of a checkpoint's own tokenizer."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("no_such_module",)
+
+
+def with_unreadable_tokenizer() -> None:
+    AsyncEngine.tokenizer = property(lambda _: OnlyInTheChild())  # type: ignore[method-assign, assignment]
 
 
 async def answer(engine: Any, params: SamplingParams) -> tuple[Any, list[Any]]:
@@ -135,7 +151,9 @@ def test_errors_are_the_same(remote) -> None:
         assert large.value.limited_by == "kv_cache" and large.value.num_prompt_tokens == 40
         with pytest.raises(errors.InvalidParameterError, match="token_mask must be None"):
             await remote.submit(EngineRequest(PROMPT, token_mask=lambda _: [1]))
-        with pytest.raises(errors.InvalidParameterError, match="engine's process can get"):
+        with pytest.raises(
+            errors.InvalidParameterError, match="can be sent to the engine's process"
+        ):
             await remote.submit(EngineRequest([1, lambda: 0]))  # type: ignore[list-item]
         async with await remote.submit(EngineRequest(PROMPT, LONG, request_id="one")):
             with pytest.raises(errors.DuplicateRequestError):
@@ -248,17 +266,50 @@ def test_an_engine_that_fails_while_it_is_constructed_is_reported(tmp_path) -> N
     run(test())
 
 
-def test_a_model_whose_parts_cannot_be_sent_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [(with_unsendable_tokenizer, "pickle"), (with_unreadable_tokenizer, "no_such_module")],
+)
+def test_a_model_whose_parts_cannot_be_sent_is_refused(prepare, reason) -> None:
     async def test() -> None:
-        engine = ProcessEngine.from_model(prepare=with_unsendable_tokenizer, **OPTIONS)
+        engine = ProcessEngine.from_model(prepare=prepare, **OPTIONS)
         with pytest.raises(
             errors.InvalidParameterError, match="frontend_multiprocessing must be off"
-        ):
+        ) as refused:
             await engine.ready()
+        assert reason in str(refused.value)
         await engine.shutdown()
-        assert engine._process.returncode == 0
+        assert engine._process.poll() is not None
 
     run(test())
+
+
+def test_a_canceled_request_expects_no_reply(remote, monkeypatch) -> None:
+    async def test() -> None:
+        await remote.ready()
+        sent: list[Any] = []
+        monkeypatch.setattr(remote._pipe, "send", sent.append)  # So no reply can come first.
+        task = asyncio.create_task(remote.submit(EngineRequest(PROMPT)))
+        while not sent:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [type(message) for message in sent] == [Submit, Leave]
+        assert not (remote._replies or remote._requests or remote._answers)
+
+    run(test())
+
+
+def test_a_late_failure_of_a_dead_engine_changes_nothing(remote) -> None:
+    """It may die while it sends its parts, which then fails, too."""
+    engine = object.__new__(ProcessEngine)
+    vars(engine).update(_ready=Future(), _lock=threading.Lock(), _sleepers=[])
+    vars(engine).update(_replies={}, _requests={}, _dead=None)
+    engine._handle(Dead("out of memory"))
+    engine._handle(Failed(ValueError("late")))
+    with pytest.raises(errors.EngineDeadError, match="out of memory"):
+        engine._ready.result(0)
 
 
 @pytest.mark.parametrize(

@@ -133,15 +133,15 @@ LAYER = r"the layer 'model.layers.1.self_attn.q_proj'"
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({f"{Q}.m": (64,)}, r"every tensor must be halves .*\(DoRA is not served\) but got"),
-        ({f"{Q}.weight": (64, 64)}, "every tensor must be halves of low-rank changes"),
-        ({f"{Q}.lora_a": (64, 4)}, f"{LAYER} must be changed by a and b but got only a"),
+        ({f"{Q}.m": (64,)}, r"every tensor must be half .*\(DoRA is not supported\) but got"),
+        ({f"{Q}.weight": (64, 64)}, "every tensor must be half of a low-rank update"),
+        ({f"{Q}.lora_a": (64, 4)}, f"{LAYER} must be given as both a and b but got only a"),
         ({f"{Q}.lora_a": (4, 64, 4), f"{Q}.lora_b": (4, 4, 64)}, "adapters of experts are not"),
         (
             {f"{Q}.lora_a": (32, 4), f"{Q}.lora_b": (4, 64)},
-            "from 64 to 64 features but got a rank of 4 and 4, from 32 to 64",
+            "64 inputs and 64 outputs, but got ranks 4 and 4, 32 inputs and 64 outputs",
         ),
-        ({f"{Q}.lora_a": (64, 4), f"{Q}.lora_b": (3, 64)}, "but got a rank of 4 and 3"),
+        ({f"{Q}.lora_a": (64, 4), f"{Q}.lora_b": (3, 64)}, "but got ranks 4 and 3"),
         ({"lm_head.lora_a": (64, 4), "lm_head.lora_b": (4, 96)}, "but got the output projection"),
         (
             {"model.embed_tokens.lora_a": (96, 4), "model.embed_tokens.lora_b": (4, 64)},
@@ -149,9 +149,9 @@ LAYER = r"the layer 'model.layers.1.self_attn.q_proj'"
         ),
         (
             {"model.layers.9.mlp.up_proj.lora_a": (64, 4)},
-            "'model.layers.9.mlp.up_proj' must be a linear layer .* a name that the model lacks",
+            "layers.9.mlp.up_proj' must be a linear layer .* but got a name that it lacks",
         ),
-        ({}, "the file of weights must be one with tensors of low rank but got none"),
+        ({}, "the weights must be at least one low-rank tensor but got none"),
     ],
 )
 def test_tensors(

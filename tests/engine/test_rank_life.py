@@ -23,7 +23,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ranks import life
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.lead import Ranks, RanksExecutor
-from mlx_paged.engine.ranks.life import Follower, Group, last_words
+from mlx_paged.engine.ranks.life import Follower, Followers, last_words
 from mlx_paged.engine.ranks.messages import JOIN, READY, RESET, Message
 from mlx_paged.errors import EngineDeadError
 
@@ -45,31 +45,31 @@ class Other:
 
 
 @pytest.fixture
-def two() -> Iterator[tuple[Group, list[Other]]]:
+def two() -> Iterator[tuple[Followers, list[Other]]]:
     others = [Other(1), Other(2)]
-    group = Group([other.follower for other in others])
-    yield group, others
-    group.close()
+    followers = Followers([other.follower for other in others])
+    yield followers, others
+    followers.close()
 
 
-def failure_of(group: Group) -> str:
-    assert group._failed.wait(SECONDS)
-    assert group.failure is not None
-    return group.failure
+def failure_of(followers: Followers) -> str:
+    assert followers._failed.wait(SECONDS)
+    assert followers.failure is not None
+    return followers.failure
 
 
-def test_messages_reach_all_in_order(two: tuple[Group, list[Other]]) -> None:
-    group, others = two
+def test_messages_reach_all_in_order(two: tuple[Followers, list[Other]]) -> None:
+    followers, others = two
     for i in range(3):
-        group.send(Message(RESET, {"i": i}).encode())
+        followers.send(Message(RESET, {"i": i}).encode())
     for other in others:
         assert [other.channel.receive().fields["i"] for _ in range(3)] == [0, 1, 2]
 
 
-def test_ranks_join_when_all_are_ready(two: tuple[Group, list[Other]]) -> None:
+def test_ranks_join_when_all_are_ready(two: tuple[Followers, list[Other]]) -> None:
     """Before that, rank 0 waits where it notices that one of them ends."""
-    group, others = two
-    waiting = threading.Thread(target=group.gather)
+    followers, others = two
+    waiting = threading.Thread(target=followers.gather)
     waiting.start()
     others[1].channel.send(Message(READY).encode())
     assert not others[1].channel.wait(0)
@@ -78,45 +78,45 @@ def test_ranks_join_when_all_are_ready(two: tuple[Group, list[Other]]) -> None:
     waiting.join(SECONDS)
     others[1].end()
     with pytest.raises(EngineDeadError, match="rank 2 of 3 ended"):
-        group.gather()
+        followers.gather()
 
 
-def test_the_last_words_of_a_rank_are_the_reason(two: tuple[Group, list[Other]]) -> None:
-    group, others = two
+def test_the_last_words_of_a_rank_are_the_reason(two: tuple[Followers, list[Other]]) -> None:
+    followers, others = two
     last_words(others[1].life, MemoryError("no room\nfor a pool"))
     others[1].end()
-    assert failure_of(group) == "rank 2 of 3 failed: MemoryError: no room for a pool"
+    assert failure_of(followers) == "rank 2 of 3 failed: MemoryError: no room for a pool"
     with pytest.raises(EngineDeadError, match="no room for a pool"):
-        group.send(Message(RESET).encode())
+        followers.send(Message(RESET).encode())
     assert others[0].life.recv(1) == b"", "the others are told by the end of their sockets"
     with pytest.raises(EOFError):
         others[0].channel.receive()
 
 
-def test_an_error_of_rank_0_that_another_one_caused(two: tuple[Group, list[Other]]) -> None:
-    group, others = two
+def test_an_error_of_rank_0_that_another_one_caused(two: tuple[Followers, list[Other]]) -> None:
+    followers, others = two
     others[0].end()
-    error = group.failed(RuntimeError("[ring] connection to a peer was lost"))
+    error = followers.failed(RuntimeError("[ring] connection to a peer was lost"))
     assert error.reason == "rank 1 of 3 ended"
 
 
 def test_an_error_of_rank_0_itself(
-    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
-    group, others = two
-    assert group.failed(ValueError("bad")).reason == "rank 0 of 3 failed: ValueError: bad"
+    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    followers, others = two
+    assert followers.failed(ValueError("bad")).reason == "rank 0 of 3 failed: ValueError: bad"
     assert others[0].life.recv(1) == b""
 
 
 def test_closing_is_no_failure() -> None:
     other = Other(1)
-    group = Group([other.follower])
-    group.close()
+    followers = Followers([other.follower])
+    followers.close()
     other.end()
-    assert not group._failed.is_set()
+    assert not followers._failed.is_set()
     with pytest.raises(EngineDeadError, match="the other ranks were ended"):
-        group.check()
+        followers.check()
 
 
 @pytest.mark.parametrize(
@@ -130,45 +130,45 @@ def test_how_a_process_ended_that_left_no_words(code: str, how: str) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", code])
     process.wait()
     other = Other(1, process)
-    group = Group([other.follower])
+    followers = Followers([other.follower])
     other.end()
-    assert failure_of(group) == f"rank 1 of 2 {how}"
+    assert failure_of(followers) == f"rank 1 of 2 {how}"
 
 
 def test_a_step_that_never_ends_is_told_and_ends_the_process(
-    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_TO_NOTICE", 0.0)
-    monkeypatch.setattr(life, "_TO_ANSWER", 0.0)
+    monkeypatch.setattr(life, "_NOTICE_TIMEOUT", 0.0)
+    monkeypatch.setattr(life, "_ANSWER_TIMEOUT", 0.0)
     told: list[str] = []
     ended = threading.Event()
     monkeypatch.setattr(life.os, "_exit", lambda status: ended.set())
-    group, others = two
-    group.on_stuck = told.append
-    with group.operation():
+    followers, others = two
+    followers.on_stuck = told.append
+    with followers.operation():
         others[0].end()
         assert ended.wait(SECONDS)
     assert told == ["rank 1 of 3 ended"]
 
 
 def test_a_process_that_loads_waits_for_no_answers(
-    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_TO_NOTICE", 0.0)
-    monkeypatch.setattr(life, "_TO_ANSWER", float("inf"))
+    monkeypatch.setattr(life, "_NOTICE_TIMEOUT", 0.0)
+    monkeypatch.setattr(life, "_ANSWER_TIMEOUT", float("inf"))
     ended = threading.Event()
     monkeypatch.setattr(life.os, "_exit", lambda status: ended.set())
-    group, others = two
-    with group.loading():
+    followers, others = two
+    with followers.loading():
         others[0].end()
         assert ended.wait(SECONDS)
 
 
-def test_rank_0_waits_for_others_that_may_end(two: tuple[Group, list[Other]]) -> None:
-    group, others = two
-    assert group.wait(lambda: 7) == 7
+def test_rank_0_waits_for_others_that_may_end(two: tuple[Followers, list[Other]]) -> None:
+    followers, others = two
+    assert followers.wait(lambda: 7) == 7
     with pytest.raises(EngineDeadError, match="rank 2 of 3 ended"):
-        group.wait(partial(waiting_for_no_one, others[1].end))
+        followers.wait(partial(waiting_for_no_one, others[1].end))
 
 
 def waiting_for_no_one(begin: Callable[[], object]) -> None:
@@ -178,28 +178,28 @@ def waiting_for_no_one(begin: Callable[[], object]) -> None:
 
 
 def test_rank_0_does_not_wait_forever(
-    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_TO_CONNECT", 0.01)
-    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
-    group, _ = two
+    monkeypatch.setattr(life, "_CONNECT_TIMEOUT", 0.01)
+    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    followers, _ = two
     ended = threading.Event()
     with pytest.raises(EngineDeadError, match="the ranks did not connect within"):
-        group.wait(ended.wait)
+        followers.wait(ended.wait)
     ended.set()
 
 
 def test_what_fails_while_rank_0_waits(
-    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
-    group, _ = two
+    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    followers, _ = two
 
     def fail() -> None:
         raise RuntimeError("[ring] Couldn't bind socket")
 
     with pytest.raises(EngineDeadError, match="rank 0 of 3 failed: RuntimeError: "):
-        group.wait(fail)
+        followers.wait(fail)
 
 
 # --- Engines --------------------------------------------------------------------------------------
@@ -208,12 +208,12 @@ def test_what_fails_while_rank_0_waits(
 class Steps:
     """An executor over another one, whose ranks may end."""
 
-    def __init__(self, inner: Any, group: Group) -> None:
-        self._inner, self._group = inner, group
+    def __init__(self, inner: Any, followers: Followers) -> None:
+        self._inner, self._followers = inner, followers
         self.num_faults = 0
 
     def launch(self, batch: StepBatch) -> None:
-        self._group.check()
+        self._followers.check()
         self._inner.launch(batch)
 
     def read(self) -> StepResult:
@@ -224,7 +224,7 @@ class Steps:
         self._inner.reset()
 
     def check(self) -> None:
-        self._group.check()
+        self._followers.check()
 
 
 def test_an_idle_engine_notices_the_end_of_a_rank() -> None:
@@ -233,12 +233,12 @@ def test_an_idle_engine_notices_the_end_of_a_rank() -> None:
 
 async def _idle_engine() -> None:
     other = Other(1)
-    group = Group([other.follower])
+    followers = Followers([other.follower])
 
     def make() -> Engine:
         engine = Engine(embedded_twin())
-        engine._executor = Steps(engine._executor, group)
-        engine._ranks = Ranks(group, None)  # type: ignore[arg-type]
+        engine._executor = Steps(engine._executor, followers)
+        engine._ranks = Ranks(followers, None)  # type: ignore[arg-type]
         return engine
 
     engine = AsyncEngine(make)
@@ -253,13 +253,13 @@ async def _idle_engine() -> None:
 
 
 def test_a_fault_is_not_run_again_in_parts(
-    two: tuple[Group, list[Other]], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks may wait in the collectives of the step that failed."""
-    monkeypatch.setattr(life, "_TO_REPORT", 0.0)
-    group, _ = two
+    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    followers, _ = two
     engine = Engine(embedded_twin())
-    executor = RanksExecutor(engine._runner, Ranks(group, None))  # type: ignore[arg-type]
+    executor = RanksExecutor(engine._runner, Ranks(followers, None))  # type: ignore[arg-type]
     engine._executor = executor
     calls: list[int] = []
 

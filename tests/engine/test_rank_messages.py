@@ -117,7 +117,7 @@ def test_a_message_needs_no_code_to_be_read() -> None:
         ({"slots": array("i", [1])}, "a column of pairs has 1 values"),
         ({"slots": array("i", [1, 2])}, "has 1 slots"),
         ({"copy_lens": array("i", [5])}, "1 copies are divided into 5"),
-        ({"targets": array("i", [3, 1])}, "reports on others"),
+        ({"targets": array("i", [3, 1])}, "prompt targets must be in"),
     ],
 )
 def test_columns_that_do_not_belong_together(change: dict[str, Any], reason: str) -> None:

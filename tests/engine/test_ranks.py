@@ -358,5 +358,5 @@ def test_what_does_not_run_on_several_ranks_is_refused_by_name() -> None:
 
 
 def test_a_loaded_model_cannot_be_divided() -> None:
-    with pytest.raises(InvalidParameterError, match="1 for a model that is loaded already"):
+    with pytest.raises(InvalidParameterError, match="1 for a model that is already loaded"):
         LLM(embedded(), tensor_parallel_size=2)

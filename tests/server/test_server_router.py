@@ -499,8 +499,8 @@ def test_wrong_times_to_keep_a_model(given: Any) -> None:
         ("[{model: x, options: {bogus: 3}}]", "there is no option 'bogus'"),
         ("[{model: x, options: {max-num-seqs: few}}]", "max_num_seqs"),
         ("[{model: x, options: {block_size: 7}}]", "block_size"),
-        ("[{model: x, name: first}]", "of names that no other model has"),
-        ("[x, {model: y, name: x}]", "of names that no other model has"),
+        ("[{model: x, name: first}]", "a name that no other model has"),
+        ("[x, {model: y, name: x}]", "a name that no other model has"),
         ("{a: {b: c}", "a file in YAML"),
     ],
 )

@@ -124,7 +124,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     given = json.loads(sys.argv[1])
     engine = make_engine(given["model"], EngineConfig(**given["options"]))
-    followers = engine._ranks.group._followers if engine._ranks is not None else ()
+    followers = engine._ranks.followers._followers if engine._ranks is not None else ()
     print("PIDS", json.dumps([f.process.pid for f in followers if f.process]), flush=True)
     print("ANSWERS", json.dumps(answers(engine, given["adapters"], given["requests"])), flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""Reads the files of an adapter, mlx-lm's or PEFT's, as changes of a model's linear layers.
+"""Reads adapter files of mlx-lm or PEFT as low-rank updates of a model's linear layers.
 
 ===========  =============================  ============================
              mlx-lm                         PEFT
@@ -10,7 +10,7 @@ shapes       a [in, r], b [r, out]          A [r, in], B [out, r]
 scale        ``lora_parameters.scale``      alpha / r, or alpha / sqrt(r)
 ===========  =============================  ============================
 
-Plain NumPy, so that any thread may read an adapter while the engine's thread runs steps.
+Uses only NumPy, so that any thread can read an adapter while the engine's thread runs steps.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in main memory. Equal files are equal adapters.
+    """An adapter in main memory. Adapters with equal files are equal.
 
     Attributes:
         name: For logs and metrics.
-        digest: Hash of the files: the version of the adapter.
+        digest: Hash of the files, which identifies the adapter's version.
         rank: Maximum rank of its layers.
-        layers: Changes by the path of the layer in the model.
+        layers: Updates, by the layer's path in the model.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Adapter:
 
 
 class Version(NamedTuple):
-    """Tells whether files have changed, without reading them."""
+    """Identifies the state of files, to detect changes without reading them."""
 
     stats: tuple[tuple[int, int, int], ...]  # (inode, size, time of the last change in ns)
 
@@ -86,7 +86,7 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
     """Reads an adapter and matches its tensors with the layers of a model.
 
     Raises:
-        AdapterError: Files that are missing or damaged, or a kind of adapter that is not served.
+        AdapterError: Files are missing or damaged, or the kind of adapter is not supported.
     """
     config_file, weights_file = _files_of(path)
     try:
@@ -106,7 +106,11 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
 
 
 def _files_of(path: Path) -> tuple[Path, Path]:
-    """The config and the weights of an adapter."""
+    """Returns the paths of an adapter's config and weights.
+
+    Raises:
+        AdapterError: A file or the directory is missing.
+    """
     if not path.is_dir():
         raise AdapterError(str(path), "there is no such directory", is_missing=True)
     config = path / _CONFIG
@@ -121,7 +125,11 @@ def _files_of(path: Path) -> tuple[Path, Path]:
 
 
 def _values(tensor: Mapping[str, Any]) -> np.ndarray:
-    """A tensor of a file as float32."""
+    """Converts a tensor of a file to float32.
+
+    Raises:
+        ValueError: It is not a floating-point tensor.
+    """
     dtype, data = tensor["dtype"], tensor["data"]
     if dtype == "BF16":  # the upper half of a float32
         words = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
@@ -132,33 +140,38 @@ def _values(tensor: Mapping[str, Any]) -> np.ndarray:
 
 
 class _Reader:
-    """Reads one format of files.
+    """Reads one file format.
 
     Args:
         path: The adapter's directory, for errors.
+        targets: The model's layers that adapters may change.
     """
 
-    pattern: re.Pattern[str]  # of a tensor's name: path of the layer, and "a" or "b"
-    transposed: bool  # True for a as [in, r] and b as [r, out]; False for both transposed
+    pattern: re.Pattern[str]  # matches a tensor's name; groups: layer (its path), half (a or b)
+    transposed: bool  # True if a is [in, r] and b is [r, out]; False if both are transposed
 
     def __init__(self, path: str, config: dict[str, Any], targets: AdapterTargets) -> None:
         self.path, self.config, self.targets = path, config, targets
         self.check_config()
 
     def check_config(self) -> None:
-        """Raises `AdapterError` for kinds of adapters that are not served."""
+        """Raises `AdapterError` for an unsupported kind of adapter."""
         raise NotImplementedError
 
     def scale_of(self, layer: str, rank: int) -> float:
-        """The scale of a layer's change."""
+        """Returns the scale of a layer's update."""
         raise NotImplementedError
 
     def error(self, what: str, expected: str, given: str) -> AdapterError:
-        """An error about a field of the config, or a tensor."""
+        """Returns an error about a field of the config or a tensor."""
         return AdapterError(self.path, f"{what} must be {expected} but got {given}")
 
     def number(self, name: str, value: object) -> float:
-        """A field of the config that must be a number."""
+        """Returns a config field as a finite number.
+
+        Raises:
+            AdapterError: It is anything else.
+        """
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
             raise self.error(name, "a number", repr(value))
@@ -168,37 +181,40 @@ class _Reader:
         """Matches the tensors with layers of the model.
 
         Raises:
-            AdapterError: A tensor that no layer takes.
+            AdapterError: A tensor is not half of an update of one of the model's linear layers.
         """
         pairs: dict[str, dict[str, np.ndarray]] = {}
-        for name in sorted(tensors):  # files have them in any order
+        for name in sorted(tensors):  # Files list them in any order.
             match = self.pattern.fullmatch(name)
             if match is None:
                 raise self.refuse(name)
             pairs.setdefault(match["layer"], {})[match["half"].lower()] = tensors[name]
         if not pairs:
-            raise self.error("the file of weights", "one with tensors of low rank", "none")
+            raise self.error("the weights", "at least one low-rank tensor", "none")
         found: dict[str, LowRank] = {}
         for layer, pair in pairs.items():
             path = self._path_in_model(layer)
             if path in found:
-                raise AdapterError(self.path, f"two of its layers are {path!r} of the model")
+                raise AdapterError(self.path, f"two of its layers match {path!r} of the model")
             found[path] = self._change(layer, path, pair)
         return found
 
     def refuse(self, name: str) -> AdapterError:
-        """The error for a tensor that is no half of a low-rank change."""
-        expected = "halves of low-rank changes of linear layers"
+        """Returns the error for a tensor that is not half of a low-rank update."""
+        expected = "half of a low-rank update of a linear layer"
         if re.search(r"\.m$|lora_magnitude_vector", name):
-            expected += " (DoRA is not served)"
+            expected += " (DoRA is not supported)"
         elif "lora_embedding" in name:
-            expected += " (adapters of embeddings are not served)"
+            expected += " (adapters of embeddings are not supported)"
         return self.error("every tensor", expected, repr(name))
 
     def _path_in_model(self, layer: str) -> str:
-        """Finds a layer: by its path, or by the part of the path from its number on.
+        """Finds a layer by its path, or by the part of the path from the layer number on.
 
-        Wrapped models (multimodal ones) have other names in front of their layers.
+        Multimodal models wrap the language model, which puts other names in front.
+
+        Raises:
+            AdapterError: The model has no such linear layer, or several.
         """
         known = [*self.targets.linear, *self.targets.refused]
         if layer in self.targets.linear:
@@ -212,17 +228,18 @@ class _Reader:
             return found[0]
         what = f"the layer {layer!r}"
         if not found:
-            raise self.error(what, "a linear layer of the model", "a name that the model lacks")
+            raise self.error(what, "a linear layer of the model", "a name that it lacks")
         if len(found) > 1:
             raise self.error(what, "one linear layer of the model", ", ".join(found))
         raise self.error(what, "a linear layer within the model", self.targets.refused[found[0]])
 
     def _change(self, layer: str, path: str, pair: Mapping[str, np.ndarray]) -> LowRank:
         if pair.keys() != {"a", "b"}:
-            raise self.error(f"the layer {layer!r}", "changed by a and b", f"only {''.join(pair)}")
+            given = f"only {''.join(pair)}"
+            raise self.error(f"the layer {layer!r}", "given as both a and b", given)
         a, b = pair["a"], pair["b"]
         if a.ndim != 2 or b.ndim != 2:
-            expected = "matrices (adapters of experts are not served)"
+            expected = "matrices (adapters of experts are not supported)"
             raise self.error(
                 f"the tensors of {layer!r}", expected, f"shapes {a.shape} and {b.shape}"
             )
@@ -232,8 +249,8 @@ class _Reader:
             b = b.T
         rank, (width, out_features) = len(a), self.targets.linear[path]
         if a.shape != (rank, width) or b.shape != (rank, out_features):
-            expected = f"of one rank, from {width} to {out_features} features"
-            given = f"a rank of {rank} and {b.shape[0]}, from {a.shape[1]} to {b.shape[1]}"
+            expected = f"of equal rank, with {width} inputs and {out_features} outputs,"
+            given = f"ranks {rank} and {len(b)}, {a.shape[1]} inputs and {b.shape[1]} outputs"
             raise self.error(f"the tensors of {layer!r}", expected, given)
         scale = np.float32(self.scale_of(layer, rank))
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b) * scale)
@@ -261,7 +278,7 @@ class _PeftReader(_Reader):
     )
     transposed = False
 
-    # Fields that change what an adapter computes, with the values that mean plain LoRA.
+    # Fields that change what an adapter computes, each with the values that mean plain LoRA.
     plain: Mapping[str, tuple[Any, ...]] = {
         "use_dora": (False, None),
         "bias": ("none", None),
@@ -285,7 +302,7 @@ class _PeftReader(_Reader):
                 raise self.error(name, repr(allowed[0]), repr(value))
 
     def scale_of(self, layer: str, rank: int) -> float:
-        """Alpha by the rank that the config gives, which the rank of the tensors must be."""
+        """See `_Reader`: alpha over the config's rank, which must be that of the tensors."""
         declared = self._of_layer("rank_pattern", "r", layer)
         if declared != rank:
             raise self.error(f"the rank of {layer!r}", f"r ({declared:g})", str(rank))
@@ -293,7 +310,7 @@ class _PeftReader(_Reader):
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _of_layer(self, patterns: str, default: str, layer: str) -> float:
-        """A field for a layer: the first pattern that matches the end of its path, as in PEFT."""
+        """Returns a layer's value: the first pattern matching the end of its path, as in PEFT."""
         for pattern, value in (self.config.get(patterns) or {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", layer):
                 return self.number(f"{patterns}[{pattern!r}]", value)

@@ -13,12 +13,12 @@ from mlx_paged.errors import InvalidParameterError
 class LoRARequest:
     """Names an adapter.
 
-    The files decide which adapter it is: requests with the same path have the same adapter, and
-    files that change under a path are another one from the next request on.
+    The files identify it: requests with the same path share an adapter, and once the files change,
+    the next request gets a new one.
 
     Attributes:
         lora_name: For logs and metrics.
-        lora_int_id: vLLM's id, at least 1. Nothing depends on it.
+        lora_int_id: At least 1. Accepted for compatibility with vLLM; not used.
         lora_path: Directory with the adapter's files, in mlx-lm's or PEFT's format.
     """
 
@@ -28,7 +28,7 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise InvalidParameterError("lora_name", "a string that is not empty", self.lora_name)
+            raise InvalidParameterError("lora_name", "a non-empty string", self.lora_name)
         number = self.lora_int_id
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise InvalidParameterError("lora_int_id", "an integer of at least 1", number)
@@ -38,10 +38,10 @@ class LoRARequest:
 
 
 def checked_request(value: Any) -> LoRARequest | None:
-    """Returns a `LoRARequest` as it is.
+    """Returns a `LoRARequest` or None unchanged.
 
     Raises:
-        InvalidParameterError: It is anything else but None.
+        InvalidParameterError: It is anything else.
     """
     if value is None or isinstance(value, LoRARequest):
         return value

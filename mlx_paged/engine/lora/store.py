@@ -1,4 +1,4 @@
-"""AdapterStore: the adapters in main memory, by the path of their files."""
+"""AdapterStore: caches adapters in main memory, by path."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterStore:
-    """Reads adapters, and keeps those used last. Any thread may call it.
+    """Reads adapters and keeps the most recently used ones. Thread-safe.
 
-    Files that change are read again by the next request. Requests that run keep their adapter,
-    which lives as long as any request or the device needs it. Threads wait for each other only to
-    read the same adapter.
+    The next request rereads files that have changed. Running requests keep their adapter, which
+    lives as long as any request or the device needs it. Threads block each other only while reading
+    the same adapter.
 
     Args:
         targets: The layers of the model that adapters may change.
         max_rank: Maximum rank of an adapter.
-        max_adapters: Maximum adapters to keep.
+        max_adapters: Maximum number of adapters to keep.
     """
 
     def __init__(self, targets: AdapterTargets, *, max_rank: int, max_adapters: int) -> None:
@@ -39,11 +39,10 @@ class AdapterStore:
     def get(self, request: LoRARequest) -> Adapter:
         """Returns the adapter of a request; reads its files if they have changed.
 
-        While changed files cannot be read, because they are being written, the adapter is the one
-        that was read before.
+        If changed files cannot be read, as while they are being written, returns the previous one.
 
         Raises:
-            AdapterError: Files that are missing, damaged, or of a kind that is not served.
+            AdapterError: Files are missing, damaged or of an unsupported kind.
             InvalidParameterError: A rank above `max_lora_rank`.
         """
         path = _path_of(request)
@@ -54,11 +53,15 @@ class AdapterStore:
         except AdapterError:
             if known is None:
                 raise
-            logger.warning("%r keeps its adapter", request.lora_name, exc_info=True)
+            logger.warning(
+                "adapter %r: its changed files cannot be read, so the previous version stays",
+                request.lora_name,
+                exc_info=True,
+            )
         return known[1]
 
     def load(self, request: LoRARequest) -> Adapter:
-        """Reads an adapter, also if it is known.
+        """Reads an adapter, even if it is cached.
 
         Raises:
             AdapterError, InvalidParameterError: See `get`.
@@ -67,7 +70,7 @@ class AdapterStore:
         return self._load(request.lora_name, path, self._find(path))
 
     def discard(self, request: LoRARequest) -> None:
-        """Forgets an adapter."""
+        """Drops an adapter."""
         with self._lock:
             self._adapters.pop(_path_of(request), None)
 
@@ -79,7 +82,7 @@ class AdapterStore:
             return known
 
     def _load(self, name: str, path: Path, known: tuple[Version, Adapter] | None) -> Adapter:
-        """Reads an adapter, unless another thread has done so since `known` was found."""
+        """Reads an adapter, unless another thread has done so since `_find` returned `known`."""
         with self._reading[path]:
             found = self._find(path)
             if found is not known and found is not None and found[0] == version_of(path):
@@ -115,9 +118,9 @@ def _path_of(request: LoRARequest) -> Path:
 
 
 def salted(adapter: Adapter | None, cache_salt: str | None) -> str | None:
-    """Returns the salt of a request's prefixes, which adapters with other files do not share.
+    """Returns the cache salt of a request, so that only equal adapters share cached prefixes.
 
-    A salt that a client chose never equals one with an adapter.
+    No salt that a client chooses can equal one with an adapter.
     """
     if adapter is not None:
         return f"\0lora/{adapter.digest}/{cache_salt or ''}"

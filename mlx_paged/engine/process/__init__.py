@@ -1,11 +1,11 @@
-"""An engine in a process of its own, behind `EngineClient`.
+"""Runs an engine in a separate process, behind `EngineClient`.
 
-In one process, the engine's thread waits for the interpreter lock while the server's event loop
-decodes and sends tokens, and the device waits for the engine. Two processes have two locks.
+In one process, the engine's thread waits for the interpreter lock while the event loop decodes and
+sends tokens, and meanwhile the device idles. Two processes have two locks.
 
 ```
- server's process                             engine's process
+ server process                               engine process
  ProcessEngine   -- requests, calls ------->  EngineProcess -> AsyncEngine -> EngineThread
- RemoteAnswer    <------- one message a step  Outbox <------------------------'
+ RemoteAnswer    <----- one message per step  Outbox <------------------------'
 ```
 """

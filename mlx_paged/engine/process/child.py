@@ -1,4 +1,4 @@
-"""EngineProcess: the engine's side of a `ProcessEngine`."""
+"""EngineProcess: the engine process's side of a `ProcessEngine`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.client import EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.faults import reason_of
@@ -23,31 +24,32 @@ from mlx_paged.engine.process.messages import (
     Reply,
     Start,
     Submit,
+    not_for_two_processes,
 )
 from mlx_paged.engine.process.outbox import Outbox, RemoteSink
 from mlx_paged.engine.process.pipe import Pipe
 from mlx_paged.engine.ranks.start import make_engine
-from mlx_paged.errors import InvalidParameterError, MlxPagedError
+from mlx_paged.errors import MlxPagedError
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the last messages to be read.
-_LAST_WORDS = 5.0
+# Seconds for the server to read the last messages.
+_FLUSH_TIMEOUT = 5.0
 
 
 class EngineProcess:
     """Answers the messages of a `ProcessEngine`.
 
     Args:
-        pipe: To the server's process.
-        start: Options of the engine.
+        pipe: Connects to the server process.
+        start: The model and the engine's options.
     """
 
     def __init__(self, pipe: Pipe, start: Start) -> None:
         self._pipe = pipe
         self._outbox = Outbox()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._has_said_dead = False
+        self._has_sent_death = False
         config = EngineConfig(**start.options)
         on_kernel = None if start.make_on_kernel is None else start.make_on_kernel()
 
@@ -62,10 +64,10 @@ class EngineProcess:
             engine.on_launch = self._outbox.launched.append
             return engine
 
-        self.engine = AsyncEngine(make, self._tell)
+        self.engine = AsyncEngine(make, self._send_updates)
 
     async def run(self) -> None:
-        """Returns when the engine has been shut down, or has failed."""
+        """Serves until the engine is shut down or fails."""
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
         threading.Thread(target=self._receive, name="mlx-paged-calls", daemon=True).start()
@@ -77,15 +79,14 @@ class EngineProcess:
         else:
             if self._send_ready():
                 await self._ended
-        self._pipe.flush(_LAST_WORDS)
+        self._pipe.flush(_FLUSH_TIMEOUT)
 
     def _send_ready(self) -> bool:
         engine = self.engine
         try:
             self._pipe.send(Ready(engine.info, engine.tokenizer, engine.media))
-        except Exception as error:  # Some model's tokenizer or processor cannot be pickled.
-            expected = f"off for this model, which the server's process cannot read ({error})"
-            failure = InvalidParameterError("frontend_multiprocessing", expected, True)
+        except Exception as error:  # Not every tokenizer or media processor can be pickled.
+            failure = not_for_two_processes(error)
             logger.critical("%s", failure)
             self._pipe.send(Failed(failure))
             return False
@@ -93,28 +94,31 @@ class EngineProcess:
 
     # On the engine's thread.
 
-    def _tell(self, engine: AsyncEngine) -> None:
-        """Sends the news of a step."""
-        if not engine.is_ready:  # `run` tells why.
+    def _send_updates(self, engine: AsyncEngine) -> None:
+        """Sends the updates of a step, and once the reason why the engine died."""
+        if not engine.is_ready:  # `run` reports why.
             return
-        news = self._outbox.take(refuses_requests=engine.refuses_requests)
-        if news is not None:
-            self._pipe.send(news)
-        if engine.reason_of_death is not None and not self._has_said_dead:
-            self._has_said_dead = True
+        updates = self._outbox.take(refuses_requests=engine.refuses_requests)
+        if updates is not None:
+            self._pipe.send(updates)
+        if engine.reason_of_death is not None and not self._has_sent_death:
+            self._has_sent_death = True
             self._pipe.send(Dead(engine.reason_of_death))
 
-    # On a thread of its own.
+    # On the receiving thread.
 
     def _receive(self) -> None:
         while True:
             try:
                 message = self._pipe.receive()
             except EOFError:
-                os._exit(1)  # The server's process is gone; a step may run for any time.
+                os._exit(1)  # The server is gone, and a running step may take any time.
+            except Exception:  # Without this, the server's calls would wait forever.
+                logger.critical("a message of the server cannot be read", exc_info=True)
+                os._exit(1)
             self._loop.call_soon_threadsafe(self._handle, message)
 
-    # On the loop.
+    # On the event loop.
 
     def _handle(self, message: Submit | Leave | Call) -> None:
         if isinstance(message, Leave):
@@ -130,9 +134,8 @@ class EngineProcess:
         if (sink := self._outbox.sinks.get(number)) is not None:
             self.engine.leave(sink.request_id, sink)
 
-    async def _submit(self, number: int, request_id: str, request: Any) -> None:
-        num_answers = getattr(request.params, "n", 1)
-        sink = RemoteSink(request_id, number, num_answers, self._outbox)
+    async def _submit(self, number: int, request_id: str, request: EngineRequest) -> None:
+        sink = RemoteSink(request_id, number, request.num_answers, self._outbox)
         try:
             await self.engine.admit(request, request_id, sink, sink)
         except BaseException as error:
@@ -163,5 +166,5 @@ class EngineProcess:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Returns an error that the other process can read."""
+    """Returns the error itself, or a plain one if the server may lack its class."""
     return error if isinstance(error, MlxPagedError) else RuntimeError(reason_of(error))

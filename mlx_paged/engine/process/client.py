@@ -1,4 +1,4 @@
-"""ProcessEngine: an `EngineClient` whose engine runs in a process of its own."""
+"""ProcessEngine: an `EngineClient` whose engine runs in a separate process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from typing import Any
 from mlx_paged.engine.client import EngineInfo, EngineRequest
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.detokenizer import IncrementalDetokenizer
+from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import MediaPrompts
@@ -34,8 +35,9 @@ from mlx_paged.engine.process.messages import (
     Ready,
     Reply,
     Start,
-    StepNews,
+    StepUpdates,
     Submit,
+    not_for_two_processes,
 )
 from mlx_paged.engine.process.pipe import Pipe
 from mlx_paged.engine.request_stream import Channel, RequestStream, wake_readers
@@ -48,20 +50,20 @@ from mlx_paged.parsing.lexer import special_token_ids
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the process to end after its last message, before it is killed.
-_GRACE = 10.0
+# Seconds for the process to exit after its last message before it is killed.
+_EXIT_TIMEOUT = 10.0
 _ENTRY = "mlx_paged.engine.process.entry"
 
 
 class ProcessEngine:
-    """Serves many callers from an engine in a child process, see `EngineClient`.
+    """Serves many callers from an engine in a child process; see `EngineClient`.
 
-    The child ends when this process ends, however that happens. If the child ends by itself, every
-    call and stream raises `EngineDeadError` with the reason.
+    The child exits when this process does, however that happens. If the child dies, every call and
+    stream raises `EngineDeadError` with the reason.
 
     Args:
-        start: The model, and the options of its engine. Their values are checked here.
-        prepare: Called first in the child, by name. It configures its log, for example.
+        start: The model and the options of its engine, which are checked here.
+        prepare: Called first in the child, for example to configure logging. Pickled by name.
 
     Attributes:
         pid: The child's process id.
@@ -77,26 +79,26 @@ class ProcessEngine:
                 [sys.executable, "-c", code, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Ctrl-C is for this process. No session of its own, see `router.process`.
+                # Ctrl-C is for this process. Not a new session; see `router.process`.
                 process_group=0,
             )
         self.pid = self._process.pid
         self._pipe = Pipe(ours)
         self._ready: Future[Ready] = Future()
         self._dead: str | None = None
-        self._is_gone = False  # the child, besides its engine
+        self._has_exited = False  # the child, not only its engine
         self._refuses_requests = False
         self._observer: Callable[[int], None] = _ignore
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._next_number = 0
         self._replies: dict[int, Future[Any]] = {}  # by number
-        self._answers: dict[int, RemoteAnswer] = {}  # by number, of unfinished requests
-        self._requests: dict[int, RemoteRequest] = {}  # the same, by their first answer's number
-        self._sleepers: list[Channel] = []  # whose readers must be woken; only for `_receive`
+        self._answers: dict[int, RemoteAnswer] = {}  # of unfinished requests, by number
+        self._requests: dict[int, RemoteRequest] = {}  # by their first answer's number
+        self._sleepers: list[Channel] = []  # readers to wake; only `_receive` uses it
         self._pipe.send(prepare)
         self._pipe.send(start)
-        self._thread = threading.Thread(target=self._receive, name="mlx-paged-news", daemon=True)
+        self._thread = threading.Thread(target=self._receive, name="mlx-paged-pipe", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
 
@@ -111,7 +113,7 @@ class ProcessEngine:
         make_on_kernel: Callable[[], OnKernel] | None = None,
         **options: Any,
     ) -> ProcessEngine:
-        """Starts the process, which loads a model (None: the embedded one) and makes its engine.
+        """Starts the process, which loads a model (None: the embedded one) into its engine.
 
         Args:
             model, dtype, generation_config: See `AsyncEngine.from_model`.
@@ -122,7 +124,7 @@ class ProcessEngine:
         return cls(Start(model, dtype, generation_config, options, make_on_kernel), prepare)
 
     async def ready(self) -> None:
-        """Waits until the engine is ready. Raises the error if it could not be made."""
+        """Waits until the engine is ready. Raises the error if it could not be created."""
         await asyncio.shield(asyncio.wrap_future(self._ready))
 
     @property
@@ -147,12 +149,12 @@ class ProcessEngine:
 
     @property
     def media(self) -> Any | None:
-        """A copy of the engine's processor of media; once the engine is `ready`."""
+        """A copy of the engine's media processor; once the engine is `ready`."""
         return self._ready.result(0).media
 
     @property
     def media_prompts(self) -> MediaPrompts:
-        """Makes prompts with media, in this process."""
+        """Prepares prompts with media, in this process."""
         return self._media_prompts
 
     @property
@@ -169,13 +171,9 @@ class ProcessEngine:
 
     async def submit(self, request: EngineRequest) -> RequestStream:
         """See `EngineClient.submit` and `AsyncEngine.submit`."""
-        request_id = request.request_id
-        if request_id is None:
-            request_id = f"request-{next(self._ids)}"
-        if not isinstance(request_id, str):
-            raise InvalidParameterError("request_id", "a string", request_id)
+        request_id = request.id_or(self._ids)
         if request.token_mask is not None:
-            expected = "None for an engine in a process of its own"
+            expected = "None for an engine in a separate process"
             raise InvalidParameterError("token_mask", expected, request.token_mask)
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -193,12 +191,12 @@ class ProcessEngine:
         return stream
 
     def _remote(self, request: EngineRequest, request_id: str) -> RemoteRequest:
-        """Makes this process's side of a request, which may get updates from now on."""
-        params = request.params or SamplingParams()
-        num_answers = params.n if isinstance(params, SamplingParams) else 1
+        """Creates this process's copy of a request, which may get updates from now on."""
+        num_answers = request.num_answers
         number = self._take_number(num_answers)
         channel = Channel(asyncio.get_running_loop(), num_answers, self._sleepers)
-        remote = RemoteRequest(request_id, number, request.params, channel, self._report)
+        remote = RemoteRequest(request_id, number, request, channel, self._report)
+        params = request.params
         text_params = params if isinstance(params, SamplingParams) else SamplingParams()
         remote.answers = [
             RemoteAnswer(
@@ -218,14 +216,14 @@ class ProcessEngine:
         return remote
 
     def _forget(self, number: int) -> RemoteRequest | None:
-        """Forgets a request that has ended, or whose reader has gone."""
+        """Drops a request that has ended, or whose reader is gone."""
         remote = self._requests.pop(number, None)
         for i in range(0 if remote is None else len(remote.answers)):
             self._answers.pop(number + i, None)
         return remote
 
     def _leave(self, number: int) -> None:
-        """Ends a request whose reader has gone, if it is unfinished."""
+        """Ends a request whose reader is gone, if it is unfinished."""
         if self._forget(number) is not None:
             self._pipe.send(Leave(number))
 
@@ -234,7 +232,7 @@ class ProcessEngine:
         return bool(await self._call("abort", request_id))
 
     async def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns the number of blocks."""
+        """Empties the prefix cache; returns the number of blocks that it held."""
         return int(await self._call("reset_prefix_cache"))
 
     async def add_lora(self, request: LoRARequest) -> None:
@@ -251,12 +249,8 @@ class ProcessEngine:
         return found
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Takes no more requests, and ends when all are finished; after the timeout, aborts them.
-
-        Args:
-            drain_timeout: seconds.
-        """
-        with contextlib.suppress(EngineDeadError):  # It may have ended before, or be done first.
+        """See `EngineClient.shutdown`."""
+        with contextlib.suppress(EngineDeadError):  # It may already be dead, or die first.
             await self._call("shutdown", drain_timeout)
         await asyncio.get_running_loop().run_in_executor(None, self._end)
         atexit.unregister(self._at_exit)
@@ -264,16 +258,16 @@ class ProcessEngine:
             self._media_prompts.close()
 
     def _end(self) -> None:
-        """Waits for the child's end after its last message."""
+        """Waits for the child to exit after its last message."""
         try:
-            self._process.wait(_GRACE)
+            self._process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
         self._thread.join()
 
     def _at_exit(self) -> None:
-        self._pipe.close()  # It ends the child.
-        self._thread.join(_GRACE)
+        self._pipe.close()  # This makes the child exit.
+        self._thread.join(_EXIT_TIMEOUT)
 
     # Calls.
 
@@ -284,7 +278,7 @@ class ProcessEngine:
             return number
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the engine's `AsyncEngine`."""
+        """Calls a method of the child's `AsyncEngine`."""
         return await self._ask(Call(self._take_number(), method, arguments))
 
     async def _ask(self, message: Submit | Call) -> Any:
@@ -294,41 +288,46 @@ class ProcessEngine:
             EngineDeadError: The engine has ended.
         """
         future: Future[Any] = Future()
-        is_end = isinstance(message, Call) and message.method == "shutdown"
+        is_shutdown = isinstance(message, Call) and message.method == "shutdown"
         with self._lock:
-            if self._dead is not None and (self._is_gone or not is_end):
+            if self._dead is not None and (self._has_exited or not is_shutdown):
                 raise EngineDeadError(self._dead)
             self._replies[message.number] = future
         try:
-            self._pipe.send(message)
-        except Exception as error:
+            try:
+                self._pipe.send(message)
+            except Exception as error:
+                expected = f"values that can be sent to the engine's process ({error})"
+                raise InvalidParameterError("request", expected, message[-1]) from error
+            return await asyncio.wrap_future(future)
+        finally:  # A canceled request may get no reply.
             self._replies.pop(message.number, None)
-            expected = f"values that the engine's process can get ({error})"
-            raise InvalidParameterError("request", expected, message[-1]) from error
-        return await asyncio.wrap_future(future)
 
-    # On the thread that receives.
+    # On the receiving thread.
 
     def _receive(self) -> None:
         try:
             while True:
-                self._take(self._pipe.receive())
+                self._handle(self._pipe.receive())
                 if self._sleepers:
                     wake_readers(self._sleepers)
         except EOFError:
-            pass
-        finally:
-            self._is_gone = True
-            self._pipe.close()
-            reason = self._dead
-            if reason is None:
-                reason = f"its process has ended ({self._how_it_ended()})"
-                logger.critical("the engine has stopped: %s", reason)
-            self._fail_all(reason)
+            unusable = None
+        except Exception as error:  # Such as a tokenizer whose class cannot be imported here.
+            unusable = f"a message of its process cannot be used: {reason_of(error)}"
+            if not self._ready.done():
+                self._ready.set_exception(not_for_two_processes(error))
+        self._has_exited = True
+        self._pipe.close()
+        reason = self._dead
+        if reason is None:
+            reason = unusable or f"its process has ended ({self._how_it_ended()})"
+            logger.critical("the engine has stopped: %s", reason)
+        self._fail_all(reason)
 
-    def _take(self, message: Any) -> None:
-        if isinstance(message, StepNews):
-            self._take_news(message)
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, StepUpdates):
+            self._apply(message)
         elif isinstance(message, Reply):
             future = self._replies.pop(message.number, None)
             if future is not None and future.set_running_or_notify_cancel():
@@ -337,26 +336,27 @@ class ProcessEngine:
                 else:
                     future.set_exception(message.error)
         elif isinstance(message, Ready):
-            if not self._ready.done():  # Otherwise the engine has died meanwhile.
+            if not self._ready.done():  # Otherwise the engine has died in the meantime.
                 self._make_parts(message)
                 self._ready.set_result(message)
         elif isinstance(message, Failed):
-            self._ready.set_exception(message.error)
+            if not self._ready.done():
+                self._ready.set_exception(message.error)
             self._fail_all(str(message.error))
         else:
             assert isinstance(message, Dead)
             self._fail_all(message.reason)
 
-    def _take_news(self, news: StepNews) -> None:
-        self._refuses_requests = news.refuses_requests
-        for count in news.launched:
+    def _apply(self, step: StepUpdates) -> None:
+        self._refuses_requests = step.refuses_requests
+        for count in step.launched:
             self._observer(count)
         answers = self._answers
-        for number, token in zip(array("Q", news.numbers), array("q", news.tokens)):
+        for number, token in zip(array("Q", step.numbers), array("q", step.tokens)):
             answer = answers.get(number)
-            if answer is not None:  # Otherwise its reader has gone.
+            if answer is not None:  # Otherwise its reader is gone.
                 answer.take_token(token)
-        for update in news.updates:
+        for update in step.updates:
             answer = answers.get(update.number)
             if answer is None:
                 continue
@@ -365,7 +365,7 @@ class ProcessEngine:
                 self._forget(answer.request.number)
 
     def _make_parts(self, ready: Ready) -> None:
-        """Makes what works on copies of the engine's parts."""
+        """Creates the parts of this process that need the engine's tokenizer and options."""
         info, tokenizer = ready.info, ready.tokenizer
         config = info.config
         self._report = LogprobReport(tokenizer)
@@ -382,7 +382,7 @@ class ProcessEngine:
             )
 
     def _fail_all(self, reason: str) -> None:
-        """Ends all calls and streams, since the engine takes no more."""
+        """Fails all calls and streams."""
         error = EngineDeadError(reason)
         with self._lock:
             self._dead = reason
@@ -399,7 +399,7 @@ class ProcessEngine:
 
     def _how_it_ended(self) -> str:
         try:
-            status = self._process.wait(_GRACE)
+            status = self._process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return "it closed its pipe"

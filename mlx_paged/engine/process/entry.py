@@ -1,6 +1,6 @@
-"""Entry point of an engine's process (`ProcessEngine` starts it, with an inherited socket).
+"""Entry point of an engine process, which `ProcessEngine` starts with an inherited socket.
 
-It imports nothing of the engine before the process is prepared, because that may be about imports.
+It imports the engine only after `prepare` has run, because that may affect imports.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 
 from mlx_paged.engine.process.pipe import Pipe
 
-# As in `server.run`: the engine's thread should not wait long while a request is checked.
+# As in `server.run`: the engine's thread must not wait long while another thread checks a request.
 _SWITCH_INTERVAL = 0.0005
 
 
 def main() -> None:
-    """Runs an engine until the server's process ends it, or ends itself."""
-    # The server gets these signals, too, and ends its requests in order.
+    """Runs an engine until the server shuts it down or exits."""
+    # The server gets these signals too, and drains its requests.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(_SWITCH_INTERVAL)

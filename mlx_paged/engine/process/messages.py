@@ -1,4 +1,4 @@
-"""The messages between `ProcessEngine` and its engine's process."""
+"""The messages between `ProcessEngine` and its engine process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mlx_paged.core import CacheMiss, FinishReason
 from mlx_paged.engine.client import EngineInfo, EngineRequest
 from mlx_paged.engine.outputs import ReportParts
-from mlx_paged.errors import StepError
+from mlx_paged.errors import InvalidParameterError, StepError
 from mlx_paged.kernels import OnKernel
 
 # To the engine.
@@ -17,12 +17,12 @@ from mlx_paged.kernels import OnKernel
 
 @dataclass(frozen=True)
 class Start:
-    """Makes the engine; the first message after a function that prepares the process, or None.
+    """Creates the engine. Follows the first message: a function that prepares the process, or None.
 
     Attributes:
         model, dtype, generation_config: See `mlx_paged.load`.
         options: Fields of `EngineConfig`.
-        make_on_kernel: Makes the engine's `on_kernel`, by name.
+        make_on_kernel: Returns the engine's `on_kernel`. Pickled by name.
     """
 
     model: str | None
@@ -33,7 +33,7 @@ class Start:
 
 
 class Submit(NamedTuple):
-    """A request. Its answers are `number`, `number` + 1, and so on."""
+    """Submits a request. Its answers get the numbers `number`, `number` + 1, and so on."""
 
     number: int
     request_id: str
@@ -41,13 +41,13 @@ class Submit(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """The reader of a request has gone."""
+    """The reader of a request is gone."""
 
     number: int
 
 
 class Call(NamedTuple):
-    """Calls a method of the engine's client."""
+    """Calls a method of the child's `AsyncEngine`."""
 
     number: int
     method: str
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The engine is made."""
+    """The engine is ready."""
 
     info: EngineInfo
     tokenizer: Any
@@ -66,22 +66,22 @@ class Ready(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The engine could not be made."""
+    """The engine could not be created."""
 
     error: Exception
 
 
 class Dead(NamedTuple):
-    """The engine takes no more requests."""
+    """The engine accepts no more requests."""
 
     reason: str
 
 
 class Accepted(NamedTuple):
-    """The engine has taken a request; see `RequestOutput`.
+    """The engine has accepted a request; see `RequestOutput`.
 
     Attributes:
-        prompt_token_ids: None: those of the request.
+        prompt_token_ids: None if equal to the request's prompt, to keep the message small.
     """
 
     prompt: str | None
@@ -99,7 +99,7 @@ class Reply(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """Fields of a request's output and metrics that are known with its first token."""
+    """Fields of a request's output and metrics that its first token settles."""
 
     num_cached_tokens: int
     cache_miss: CacheMiss | None
@@ -109,7 +109,7 @@ class Beginning(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Fields of a request's output and metrics that are known with its last token."""
+    """Fields of a request's output and metrics that its last token settles."""
 
     finished_time: float | None
     num_accepted_drafts: int
@@ -118,12 +118,12 @@ class Ending(NamedTuple):
 
 
 class AnswerUpdate(NamedTuple):
-    """A `SequenceUpdate` that is more than one token of a text that its reader decodes.
+    """A `SequenceUpdate` with more in it than one token whose text the reader decodes.
 
     Attributes:
         number: The answer.
-        pieces: Texts of the tokens; None: the reader decodes them.
-        num_text_tokens: Tokens of the text, if the answer has ended and the reader decodes it.
+        pieces: Texts of the tokens; None if the reader decodes them.
+        num_text_tokens: Tokens of the text, once an answer has ended whose reader decodes it.
     """
 
     number: int
@@ -139,14 +139,14 @@ class AnswerUpdate(NamedTuple):
     ending: Ending | None
 
 
-class StepNews(NamedTuple):
-    """The news of all requests after a step.
+class StepUpdates(NamedTuple):
+    """The updates of all requests after a step.
 
     Attributes:
-        numbers: Answers that gained one token and nothing else: an array of uint64, as bytes.
-        tokens: Their tokens: an array of int64, as bytes.
-        updates: Of other answers, and of the same ones after those tokens.
-        launched: Tokens of each step that was launched, see `EngineClient.observe_steps`.
+        numbers: Answers that gained one token and nothing else, as the bytes of a uint64 array.
+        tokens: Their tokens, as the bytes of an int64 array.
+        updates: All other updates, to be applied after those tokens.
+        launched: Number of tokens of each launched step; see `EngineClient.observe_steps`.
         refuses_requests: See `EngineClient`.
     """
 
@@ -155,3 +155,11 @@ class StepNews(NamedTuple):
     updates: list[AnswerUpdate]
     launched: list[int]
     refuses_requests: bool
+
+
+def not_for_two_processes(error: Exception) -> InvalidParameterError:
+    """Returns the error for a tokenizer or media processor that cannot be pickled or unpickled."""
+    expected = (
+        f"off for this model: another process cannot use its tokenizer or processor ({error})"
+    )
+    return InvalidParameterError("frontend_multiprocessing", expected, True)

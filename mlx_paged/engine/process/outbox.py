@@ -1,4 +1,4 @@
-"""Outbox: collects what the answers of a step gained, for one message to the server's process."""
+"""Outbox: collects the updates of a step into one message to the server process."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mlx_paged.engine.process.messages import (
     AnswerUpdate,
     Beginning,
     Ending,
-    StepNews,
+    StepUpdates,
 )
 
 
 class Outbox:
-    """News of all requests since the last message. It belongs to the engine's thread.
+    """Updates of all requests since the last message. Belongs to the engine's thread.
 
     Attributes:
-        sinks: Sinks of unfinished requests by number; any thread may look.
-        launched: See `StepNews`.
+        sinks: Sinks of unfinished requests by number; any thread may read it.
+        launched: See `StepUpdates`.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class Outbox:
         self.updates: list[AnswerUpdate] = []
         self.mixed: set[int] = set()  # numbers in `updates`
 
-    def take(self, *, refuses_requests: bool) -> StepNews | None:
-        """Returns the news since the last call; None: there are none."""
-        is_changed = refuses_requests != self._refuses_requests
-        if not (self.numbers or self.updates or self.launched or is_changed):
+    def take(self, *, refuses_requests: bool) -> StepUpdates | None:
+        """Returns the updates since the last call, or None."""
+        has_changed = refuses_requests != self._refuses_requests
+        if not (self.numbers or self.updates or self.launched or has_changed):
             return None
         self._refuses_requests = refuses_requests
-        news = StepNews(
+        taken = StepUpdates(
             self.numbers.tobytes(),
             self.tokens.tobytes(),
             self.updates,
@@ -48,28 +48,27 @@ class Outbox:
         )
         self.launched.clear()
         self._clear()
-        return news
+        return taken
 
 
 class RemoteSink:
-    """Takes the updates of one request (`UpdateSink`) for a reader in another process.
+    """The `UpdateSink` of one request whose reader is in the server process.
 
     Args:
-        number: Number of its first answer.
-        num_answers: Its answers have this and the following numbers.
+        number: Number of its first answer; the other `num_answers` - 1 follow it.
     """
 
     def __init__(self, request_id: str, number: int, num_answers: int, outbox: Outbox) -> None:
         self.request_id = request_id
         self.number = number
-        self.output: RequestOutput  # once the engine has taken the request
+        self.output: RequestOutput  # once the engine has accepted the request
         self._outbox = outbox
         self._num_sent = [0] * num_answers  # tokens of each answer
         self._has_begun = False
         outbox.sinks[number] = self
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update."""
+        """Adds an update to the next message."""
         index, token_ids, before = update.index, update.token_ids, update.num_tokens_before
         number, outbox = self.number + index, self._outbox
         if (

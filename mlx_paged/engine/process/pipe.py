@@ -1,4 +1,4 @@
-"""Pipe: messages between a process and its child, over a socket."""
+"""Pipe: sends Python objects between a process and its child, over a socket."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Pipe:
-    """Sends and receives Python objects. Any thread may send, and none waits; one receives.
+    """Sends and receives Python objects. Any thread may send, without blocking; one receives.
 
-    The objects are pickled, so both processes must trust each other.
+    Objects are pickled, so the processes must trust each other.
 
     Args:
         sock: A connected socket of the stream type. The pipe owns it.
@@ -27,7 +27,7 @@ class Pipe:
         self._received = sock.makefile("rb")
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._unsent: deque[memoryview] = deque()  # that did not fit into the socket's buffer
+        self._unsent: deque[memoryview] = deque()  # did not fit in the socket's buffer
         self._is_closed = False
         threading.Thread(target=self._send_rest, name="mlx-paged-pipe", daemon=True).start()
 
@@ -35,13 +35,13 @@ class Pipe:
         """Sends an object. Does nothing if the other process has ended; `receive` reports that.
 
         Raises:
-            Exception: It cannot be pickled.
+            Exception: The object cannot be pickled.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         rest = memoryview(_LENGTH.pack(len(data)) + data)
         with self._lock:
             if not self._unsent:
-                # On this thread if it fits: another one would first wait for the interpreter lock.
+                # Sent here if it fits: another thread would first wait for the interpreter lock.
                 try:
                     sent = self._socket.send(rest, socket.MSG_DONTWAIT)
                 except BlockingIOError:
@@ -57,13 +57,14 @@ class Pipe:
         """Waits for an object.
 
         Raises:
-            EOFError: The other process has closed the pipe, or is gone.
+            EOFError: The other process closed the pipe, or is gone.
+            Exception: The object cannot be unpickled here.
         """
         [length] = _LENGTH.unpack(self._read(_LENGTH.size))
         return pickle.loads(self._read(length))
 
     def close(self) -> None:
-        """Ends both directions, also for a thread that waits in `receive`."""
+        """Closes both directions, which also wakes a thread blocked in `receive`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:
@@ -71,7 +72,7 @@ class Pipe:
             self._changed.notify()
 
     def flush(self, timeout: float) -> None:
-        """Waits until everything is sent, or for `timeout` seconds."""
+        """Waits until everything is sent, at most `timeout` seconds."""
         with self._lock:
             self._changed.wait_for(lambda: not self._unsent or self._is_closed, timeout)
 
@@ -96,5 +97,5 @@ class Pipe:
             except OSError:
                 self.close()
             with self._lock:
-                self._unsent.popleft()  # Last, so that no other thread sends before its end.
+                self._unsent.popleft()  # Last, so that no other thread sends in between.
                 self._changed.notify_all()

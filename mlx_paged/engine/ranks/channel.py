@@ -36,7 +36,7 @@ class Channel:
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def wait(self, timeout: float) -> bool:
-        """Waits for a message, or the end; returns False if neither came within the seconds."""
+        """Waits up to `timeout` seconds; True if `receive` would not block (message or EOF)."""
         poll = select.poll()  # `select.select` refuses descriptors above 1023.
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(1000 * timeout))
@@ -46,7 +46,7 @@ class Channel:
 
         Raises:
             EOFError: The other process has closed the channel, or is gone.
-            MessageError: Something else than a message came.
+            MessageError: The bytes are not a message.
         """
         [length] = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > _MAX_BYTES:
@@ -67,7 +67,7 @@ class Channel:
         return bytes(data)
 
     def close(self) -> None:
-        """Ends both directions, also for a thread that waits in one."""
+        """Closes both directions, which also wakes a thread blocked in `receive`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

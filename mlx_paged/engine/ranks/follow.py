@@ -1,4 +1,4 @@
-"""Another rank than 0: does to its pools what rank 0 does to its own, until either ends."""
+"""Runs on every rank but 0: repeats on its own pools whatever rank 0 does, until either ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import AdapterReader, slots_of
 from mlx_paged.engine.ranks.channel import Channel
-from mlx_paged.engine.ranks.collectives import Collectives
 from mlx_paged.engine.ranks.media import media_of
 from mlx_paged.engine.ranks.messages import (
     ADAPTER,
@@ -35,28 +34,29 @@ from mlx_paged.engine.ranks.messages import (
     MessageError,
     StepReader,
 )
+from mlx_paged.engine.ranks.parallel_groups import ParallelGroups
 from mlx_paged.engine.ranks.peers import shared_tokens
 from mlx_paged.engine.runner import Chosen, LaunchedStep, ModelRunner
 from mlx_paged.model.media import StepMedia
 
-# Seconds without a message after which a fault of the newest step is looked for.
+# Seconds without a message before the newest step is checked for a fault.
 _QUIET = 1.0
 
 
 class FollowRunner(ModelRunner):
-    """Runs the model of each step, and gets the tokens that rank 0 has chosen.
+    """Runs the model of each step, and receives the tokens that rank 0 sampled.
 
     Attributes:
-        step_media: The media of the step that is launched next; None if it has none.
+        step_media: Media of the step that is launched next, or None.
     """
 
-    def __init__(self, *arguments: object, collective: mx.distributed.Group, **options: object):
+    def __init__(self, *arguments: object, world: mx.distributed.Group, **options: object):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        self._collective = collective
+        self._world = world
         self.step_media: StepMedia | None = None
 
     def _load_adapters(self, batch: StepBatch) -> None:
-        """The adapters of a step come before it, in messages of their own."""
+        """Does nothing: separate messages loaded the adapters before the step."""
 
     def _launch(
         self,
@@ -66,16 +66,16 @@ class FollowRunner(ModelRunner):
         features: mx.array | None,
         bounds: np.ndarray | None,
     ) -> LaunchedStep:
-        """Runs the model as rank 0 does, and takes the tokens that rank 0 chooses."""
+        """Runs the model as rank 0 does, then receives the tokens that rank 0 samples."""
         self._copy_blocks(batch)
         rows = self._step_rows(batch)
         before = previous.chosen if isinstance(previous, LaunchedStep) else previous
         logits, pools, _, taps = self._forward(batch, rows, before, media=self.step_media)
         chosen = mx.zeros((rows.num_sampled,), dtype=mx.int32)
         if rows.num_sampled:
-            # After the collectives of the model, as on rank 0.
+            # Ordered after the model's collectives, as on rank 0.
             [chosen] = mx.depends([chosen], [logits])
-            chosen = shared_tokens(chosen, self._collective)
+            chosen = shared_tokens(chosen, self._world)
         wanted = [logits] if len(rows.wanted) else []
         mx.async_eval(*wanted, chosen, *pools, *taps)  # type: ignore[no-untyped-call]
         launched = LaunchedStep(batch, pools[-1], pools_before)
@@ -84,17 +84,17 @@ class FollowRunner(ModelRunner):
 
 
 class FollowPoolingRunner(PoolingRunner):
-    """Pools as rank 0 does, for nobody: the hidden states are the same on every rank."""
+    """Takes part in rank 0's pooling steps. Only rank 0 reads the results."""
 
     def _load_adapters(self, batch: StepBatch) -> None:
         """See `FollowRunner`."""
 
 
-def follow(channel: Channel, collective: mx.distributed.Group) -> None:
-    """Follows rank 0 until it ends the channel.
+def follow(channel: Channel, world: mx.distributed.Group) -> None:
+    """Follows rank 0 until it closes the channel.
 
     Raises:
-        Exception: Anything that this rank failed with.
+        Exception: Whatever made this rank fail.
     """
     runner: ModelRunner | None = None
     newest: LaunchedStep | None = None
@@ -107,7 +107,7 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
         except EOFError:
             return
         if message.kind == START:
-            runner = _runner(message.fields, collective)
+            runner = _runner(message.fields, world)
             continue
         if runner is None:
             raise MessageError(f"{message.kind!r} came before {START!r}")
@@ -145,7 +145,7 @@ def follow(channel: Channel, collective: mx.distributed.Group) -> None:
 def start_fields(
     model: object, dtype: str, config: EngineConfig, hosts: Sequence[str]
 ) -> dict[str, object]:
-    """The fields of the message that makes another rank's runner: what decides about the model.
+    """Returns the fields of the `START` message: the options that affect the model and its pools.
 
     Args:
         hosts: See `launch.ring_hosts`.
@@ -168,10 +168,10 @@ def start_fields(
     }
 
 
-def _runner(fields: object, collective: mx.distributed.Group) -> ModelRunner:
+def _runner(fields: object, world: mx.distributed.Group) -> ModelRunner:
     assert isinstance(fields, dict)
-    collectives = Collectives.of(collective, fields["tensor_parallel_size"], fields["hosts"])
-    model = load(fields["model"], dtype=fields["dtype"], shard=collectives.divide)
+    groups = ParallelGroups.of(world, fields["tensor_parallel_size"], fields["hosts"])
+    model = load(fields["model"], dtype=fields["dtype"], shard=groups.divide)
     config = resolve(model, EngineConfig(**fields["options"]))
     paged, _, max_model_len = prepare_model(model, config)
     prove_kernels(paged, config.calibrate)
@@ -179,6 +179,4 @@ def _runner(fields: object, collective: mx.distributed.Group) -> ModelRunner:
     if config.pooler is not None:
         assert config.pooler.pooling_type is not None  # since `resolve`
         return FollowPoolingRunner(paged, config.pooler.pooling_type, windows=windows)
-    return FollowRunner(
-        paged, collective=collective, windows=windows, orders_all=fields["orders_all"]
-    )
+    return FollowRunner(paged, world=world, windows=windows, orders_all=fields["orders_all"])

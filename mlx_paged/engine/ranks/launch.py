@@ -1,10 +1,10 @@
-"""Makes the ranks: starts processes on this machine, or joins those that `mlx.launch` started.
+"""Creates the ranks: starts processes on this machine, or joins those that `mlx.launch` started.
 
-On this machine, ranks talk over MLX's ring on loopback, or with NVIDIA GPUs over NCCL with one
-visible GPU each. MLX's ring cannot be split, so further groups are rings of their own. Messages go
-through socket pairs that the processes inherit, so no other process can connect. Under
-`mlx.launch`, they go over TCP: rank 0 listens where its host file says, and a collective tells the
-others the port and a secret, which each of them must send first.
+On one machine, ranks communicate over MLX's ring on loopback, or with NVIDIA GPUs over NCCL with
+one visible GPU each. MLX cannot split a ring, so subgroups are separate rings. Messages go through
+inherited socket pairs, so no other process can connect. Under `mlx.launch` they go over TCP: rank 0
+listens at the address in its host file, and a collective tells the others the port and a secret
+that each connection must send first.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from mlx_paged.platform import Platform
 _LOOPBACK = "127.0.0.1"
 _PROCESS = "mlx_paged.engine.ranks.process"
 _SECRET_BYTES = 32
-_GREETING = struct.Struct(f"<{_SECRET_BYTES}sIB")  # secret, rank, which of its connections
+_GREETING = struct.Struct(f"<{_SECRET_BYTES}sIB")  # secret, rank, _CHANNEL or _LIFE
 _CHANNEL, _LIFE = 0, 1
-_TO_CONNECT = 60.0  # seconds
-_TO_GREET = 5.0
-# Seconds until TCP notices that a host is gone: idle, between probes; and probes.
+_CONNECT_TIMEOUT = 60.0  # seconds
+_GREETING_TIMEOUT = 5.0
+# TCP keepalive: seconds idle, seconds between probes, number of probes.
 _KEEP_ALIVE = (2, 1, 3)
-#: Environment variable with the number of threads of a process's CPU kernels.
+#: Environment variable: threads for the CPU kernels of a process.
 THREADS = "MLX_PAGED_NUM_THREADS"
 
-#: Calls a function that waits for other ranks, without the interpreter's lock.
+#: Runs a function that blocks on other ranks; `Followers.wait` also notices when one ends.
 Wait = Callable[[Callable[[], mx.distributed.Group]], mx.distributed.Group]
 
 
 def launched_rank() -> int | None:
-    """The rank of this process under `mlx.launch`; None if it was not started so."""
+    """Returns the rank of this process under `mlx.launch`; None if started any other way."""
     rank = os.environ.get("MLX_RANK", "")
     return int(rank) if rank.isdecimal() else None
 
@@ -66,13 +66,13 @@ def join(
     """Connects this process to the other ranks. Waits until all have joined.
 
     Args:
-        environment: Variables that tell MLX about the others.
-        backend: MLX's name, or "any".
+        environment: Variables that tell MLX how to reach the others.
+        backend: MLX's name of the back end, or "any".
     """
 
     def connect() -> mx.distributed.Group:
         group = ext.join_group(backend)
-        # A ring has connected this rank to its neighbors alone.
+        # So far, a ring has connected this rank only to its neighbors.
         mx.eval(mx.distributed.all_sum(mx.ones((group.size(),)), group=group))
         return group
 
@@ -90,13 +90,13 @@ def split(
         hosts: The addresses of all ranks in MLX's ring; empty if another back end connects them.
 
     Raises:
-        InvalidParameterError: That back end has no groups of some ranks.
+        InvalidParameterError: That back end cannot split a group.
     """
     if not hosts:
         try:
             return group.split(color)
         except RuntimeError as error:  # "[jaccl] Group split not supported."
-            expected = f"1 where tensor_parallel_size is above 1, as MLX says {error}"
+            expected = f"1 with tensor_parallel_size above 1, because MLX reports: {error}"
             raise InvalidParameterError("pipeline_parallel_size", expected, "more") from error
     [port] = free_ports(1, hosts[group.rank()])
     shown = np.zeros((group.size(), 2), dtype=np.int32)
@@ -125,13 +125,14 @@ def start(size: int, option: str) -> tuple[list[Follower], dict[str, str], str]:
     """Starts the other ranks on this machine.
 
     Args:
-        option: The option that asks for them, for errors.
+        size: Number of ranks, including this one.
+        option: Name of the option that asked for them, for errors.
 
     Returns:
-        The other ranks; and the environment and the back end with which rank 0 must `join` them.
+        The other ranks, and the environment and back end with which rank 0 must `join` them.
 
     Raises:
-        InvalidParameterError: There are fewer NVIDIA GPUs.
+        InvalidParameterError: There are fewer NVIDIA GPUs than ranks.
     """
     platform = Platform.current()
     common, backend = {}, "ring"
@@ -147,7 +148,7 @@ def start(size: int, option: str) -> tuple[list[Follower], dict[str, str], str]:
         hosts = _host_file([(_LOOPBACK, port) for port in free_ports(size)])
         common = {"MLX_HOSTFILE": str(hosts)}
     if platform.on_cpu and THREADS not in os.environ:
-        # Too late for this process if it has run kernels before.
+        # No effect on this process if it has already run kernels.
         os.environ[THREADS] = threads_of(size)
     followers = []
     for rank in range(1, size):
@@ -172,14 +173,14 @@ def _start_one(rank: int, environment: Mapping[str, str], backend: str) -> Follo
             },
             pass_fds=(theirs.fileno(), their_life.fileno()),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # What rank 0 prints is an answer.
+            stdout=2,  # Only rank 0 may write results to stdout.
             process_group=0,  # Ctrl-C is for rank 0, which may let requests finish.
         )
     return Follower(rank, Channel(channel), life, process)
 
 
 def threads_of(num_processes: int) -> str:
-    """Returns the threads of each of several processes that share the cores, for `THREADS`."""
+    """Returns the value of `THREADS` for each of several processes that share the cores."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return str(max(1, cores // num_processes))
 
@@ -193,7 +194,7 @@ def visible_gpus() -> list[str]:
 
 
 def _host_file(addresses: Sequence[tuple[str, int]]) -> Path:
-    """Writes the host and port of each rank of a ring. The caller removes the file."""
+    """Writes a ring's host file: (host, port) per rank. The caller removes it."""
     handle, name = tempfile.mkstemp(prefix="mlx-paged-ranks-", suffix=".json")
     with os.fdopen(handle, "w") as file:
         json.dump([[f"{host}:{port}"] for host, port in addresses], file)
@@ -207,7 +208,7 @@ def remove_host_file(environment: Mapping[str, str]) -> None:
 
 
 def free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
-    """Returns ports that nothing uses now."""
+    """Returns ports that are free right now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -219,10 +220,10 @@ def free_ports(count: int, host: str = _LOOPBACK) -> list[int]:
 
 
 def accept(group: mx.distributed.Group) -> list[Follower]:
-    """On rank 0: takes the connections of the other ranks.
+    """On rank 0: accepts the connections of the other ranks.
 
     Raises:
-        EngineDeadError: Not all of them came.
+        EngineDeadError: A rank did not connect in time.
     """
     size, secret = group.size(), secrets.token_bytes(_SECRET_BYTES)
     address = _address_of_rank_0(os.environ)
@@ -230,7 +231,7 @@ def accept(group: mx.distributed.Group) -> list[Follower]:
     found: dict[tuple[int, int], socket.socket] = {}
     with socket.create_server((address, 0), family=family, backlog=2 * size) as server:
         _shared(group, struct.pack("<H", server.getsockname()[1]) + secret)
-        deadline = time.monotonic() + _TO_CONNECT
+        deadline = time.monotonic() + _CONNECT_TIMEOUT
         while len(found) < 2 * (size - 1):
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
@@ -240,7 +241,7 @@ def accept(group: mx.distributed.Group) -> list[Follower]:
                 raise EngineDeadError(f"ranks {missing} of {size} did not connect") from None
             key = greeted(sock, secret, size)
             if key is None or key in found:
-                sock.close()  # Somebody else's.
+                sock.close()  # Not one of our ranks.
             else:
                 found[key] = sock
     return [
@@ -250,13 +251,13 @@ def accept(group: mx.distributed.Group) -> list[Follower]:
 
 
 def connect(group: mx.distributed.Group) -> tuple[Channel, socket.socket]:
-    """On another rank: connects to rank 0; returns the channel and the socket of its life."""
+    """On any other rank: connects to rank 0; returns the channel and the life socket (`life`)."""
     told = _shared(group, bytes(2 + _SECRET_BYTES))
     [port], secret = struct.unpack("<H", told[:2]), told[2:]
     address = _address_of_rank_0(os.environ)
     sockets = []
     for which in (_CHANNEL, _LIFE):
-        sock = socket.create_connection((address, port), timeout=_TO_CONNECT)
+        sock = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT)
         sock.sendall(_GREETING.pack(secret, group.rank(), which))
         sock.settimeout(None)
         _keep_alive(sock)
@@ -265,13 +266,13 @@ def connect(group: mx.distributed.Group) -> tuple[Channel, socket.socket]:
 
 
 def _shared(group: mx.distributed.Group, data: bytes) -> bytes:
-    """Returns rank 0's bytes on every rank; the others give zeros."""
+    """Broadcasts rank 0's bytes; the other ranks pass as many zeros."""
     own = mx.array(np.frombuffer(data, dtype=np.uint8).astype(np.int32))
     return np.array(mx.distributed.all_sum(own, group=group)).astype(np.uint8).tobytes()
 
 
 def _address_of_rank_0(environment: Mapping[str, str]) -> str:
-    """The address that the ranks' own back end uses for rank 0."""
+    """Returns the address at which MLX's back end reaches rank 0."""
     if "MLX_HOSTFILE" in environment:
         return _hosts_of(environment["MLX_HOSTFILE"])[0]
     coordinator = environment.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
@@ -279,14 +280,14 @@ def _address_of_rank_0(environment: Mapping[str, str]) -> str:
 
 
 def _hosts_of(path: str) -> list[str]:
-    """Reads the first address of each rank from a host file, without its port."""
+    """Reads each rank's first address from a host file, without the port."""
     addresses = [str(each[0]) for each in json.loads(Path(path).read_text())]
     return [address.rpartition(":")[0].strip("[]") for address in addresses]
 
 
 def greeted(sock: socket.socket, secret: bytes, size: int) -> tuple[int, int] | None:
-    """Reads a connection's greeting; returns its rank and kind, or None if it is no rank's."""
-    sock.settimeout(_TO_GREET)
+    """Reads a greeting; returns (rank, `_CHANNEL` or `_LIFE`), or None if the secret is wrong."""
+    sock.settimeout(_GREETING_TIMEOUT)
     data = b""
     try:
         while len(data) < _GREETING.size:

@@ -1,8 +1,7 @@
-"""Rank 0: `LeadRunner` and `RanksExecutor`, which run every step on all ranks.
+"""Runs on rank 0: `LeadRunner` and `RanksExecutor`, which run every step on all ranks.
 
-Whatever rank 0 does to its pools, the others do to theirs, in the same order: allocating them,
-loading adapters, steps of the warm-up and of measurements, and the steps of requests. Rank 0 alone
-chooses tokens.
+Whatever rank 0 does to its pools, the others do to theirs in the same order: allocation, adapters,
+warm-up and measurement steps, and the steps of requests. Only rank 0 samples tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.executor import InProcessExecutor
 from mlx_paged.engine.pooling.runner import PoolingRunner
 from mlx_paged.engine.ranks.adapters import adapter_messages, slots_message
-from mlx_paged.engine.ranks.life import Group
+from mlx_paged.engine.ranks.life import Followers
 from mlx_paged.engine.ranks.media import media_columns
 from mlx_paged.engine.ranks.messages import (
     ALL_ROWS,
@@ -36,7 +35,7 @@ from mlx_paged.model.lora import LowRank
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.plan import StepInputs
 
-#: Seconds between two looks of an idle engine at whether its other ranks live.
+#: Seconds between checks of an idle engine that its other ranks are alive.
 CHECK_SECONDS = 1.0
 
 
@@ -44,33 +43,33 @@ class Ranks(NamedTuple):
     """The ranks of an engine, on rank 0.
 
     Attributes:
-        group: Ends all of them when one ends.
-        collective: MLX's group of the same ranks.
+        followers: The other ranks, and their life and death.
+        world: MLX's group of all ranks.
         hosts: See `launch.ring_hosts`.
     """
 
-    group: Group
-    collective: mx.distributed.Group
+    followers: Followers
+    world: mx.distributed.Group
     hosts: Sequence[str] = ()
 
 
 class LeadRunner(ModelRunner):
-    """A `ModelRunner` on rank 0, which every other rank follows.
+    """A `ModelRunner` on rank 0 whose every action the other ranks repeat.
 
     Args:
-        ranks: The others have their runners ready.
+        ranks: All ranks; the others' runners are ready.
         options: See `ModelRunner`.
     """
 
     def __init__(self, *arguments: Any, ranks: Ranks, **options: Any) -> None:
-        self._group, self._collective = ranks.group, ranks.collective
+        self._followers, self._world = ranks.followers, ranks.world
         self._writer = StepWriter()
         super().__init__(*arguments, **options)
         self.share_tokens = self._share
         if self.model.adapter_layers is not None:
-            self._group.send(slots_message(self.model.adapter_layers).encode())
+            self._followers.send(slots_message(self.model.adapter_layers).encode())
         if not self.model.prunes_last_layer:  # A draft head reads all rows.
-            self._group.send(Message(ALL_ROWS).encode())
+            self._followers.send(Message(ALL_ROWS).encode())
 
     def allocate(
         self, num_blocks: int | Mapping[KVCacheGroupSpec, int], num_state_slots: int = 0
@@ -82,22 +81,22 @@ class LeadRunner(ModelRunner):
         ]
         fields = {"num_state_slots": num_state_slots}
         message = Message(ALLOCATE, fields, {"num_blocks": array("q", counts)})
-        self._group.send(message.encode())
+        self._followers.send(message.encode())
         super().allocate(num_blocks, num_state_slots)
 
     def share_limits(self, cache_limit: int) -> None:
-        """Has the hosts of other ranks be as far ahead of their GPUs as this one.
+        """Makes the other ranks run as far ahead of their GPUs as this one.
 
         Args:
-            cache_limit: Bytes of freed buffers that MLX keeps.
+            cache_limit: Bytes of freed buffers that MLX may keep.
         """
         fields = {"parts_ahead": self.model.parts_ahead, "cache_limit": cache_limit}
-        self._group.send(Message(LIMITS, fields).encode())
+        self._followers.send(Message(LIMITS, fields).encode())
 
     def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
         """See `ModelRunner`."""
         for message in adapter_messages(slot, layers):
-            self._group.send(message.encode())
+            self._followers.send(message.encode())
         super().load_adapter(slot, layers)
 
     def _inputs(
@@ -109,32 +108,32 @@ class LeadRunner(ModelRunner):
         media: StepMedia | None = None,
         num_ordered_rows: int = 0,
     ) -> StepInputs:
-        """Returns the model's inputs for a step, and gives them to the other ranks."""
-        # After the messages of its adapters, and once its media are good.
+        """Returns the model's inputs for a step, and sends the step to the other ranks."""
+        # Sent here: after the messages of its adapters, and once its media proved usable.
         message = self._writer.message(batch)
         columns = {**message.columns, **media_columns(media)}
-        self._group.send(replace(message, columns=columns).encode())
+        self._followers.send(replace(message, columns=columns).encode())
         return super()._inputs(batch, context_lens, num_rows, wanted, media, num_ordered_rows)
 
     def reset(self) -> None:
         """See `ModelRunner`."""
-        self._group.send(Message(RESET).encode())
+        self._followers.send(Message(RESET).encode())
         super().reset()
 
     def _share(self, tokens: mx.array) -> mx.array:
-        """Gives the chosen tokens ``[num_sampled]`` to the other ranks, whose next step may begin
-        with them."""
-        return shared_tokens(tokens, self._collective)
+        """Sends the sampled tokens ``[num_sampled]`` to the other ranks, as inputs of the next
+        step."""
+        return shared_tokens(tokens, self._world)
 
 
 class LeadPoolingRunner(LeadRunner, PoolingRunner):
-    """A `PoolingRunner` on rank 0, which every other rank follows. Pooling chooses no tokens."""
+    """A `PoolingRunner` on rank 0 whose every action the other ranks repeat."""
 
 
 class RanksExecutor(InProcessExecutor):
-    """Runs batches on all ranks. A fault of any rank ends all of them.
+    """Runs batches on all ranks. A fault on any rank ends them all.
 
-    A step that failed is not run again in parts, as other ranks may wait in its collectives.
+    A failed step is not retried in parts: other ranks may be waiting in its collectives.
 
     Args:
         runner: A `LeadRunner`.
@@ -142,12 +141,12 @@ class RanksExecutor(InProcessExecutor):
 
     def __init__(self, runner: ModelRunner, ranks: Ranks, *, times_prompts: bool = False) -> None:
         super().__init__(runner, times_prompts=times_prompts)
-        self._group = ranks.group
+        self._followers = ranks.followers
         self._is_launching = False
 
     def check(self) -> None:
         """See `Executor`."""
-        self._group.check()
+        self._followers.check()
 
     def launch(self, batch: StepBatch) -> None:
         """See `Executor`.
@@ -157,9 +156,9 @@ class RanksExecutor(InProcessExecutor):
         """
         self.check()
         self._is_launching = True
-        with self._group.operation():
+        with self._followers.operation():
             super().launch(batch)
-            self._choose(self._pending[-1])  # The other ranks wait for the tokens.
+            self._choose(self._pending[-1])  # The other ranks are waiting for the tokens.
         self._is_launching = False
 
     def read(self) -> StepResult:
@@ -168,21 +167,21 @@ class RanksExecutor(InProcessExecutor):
         Raises:
             EngineDeadError: A rank has ended.
         """
-        with self._group.operation():
+        with self._followers.operation():
             return super().read()
 
     def reset(self) -> None:
         """See `Executor`.
 
         Raises:
-            EngineDeadError: A rank has ended, or an exception from outside (Ctrl-C) came while a
-                step was launched, so that it may run on some ranks only.
+            EngineDeadError: A rank has ended, or an exception such as Ctrl-C interrupted a launch,
+                so the step may be running on only some ranks.
         """
         if self._is_launching:
-            raise self._group.failed(RuntimeError("interrupted while it launched a step"))
-        with self._group.operation():
+            raise self._followers.failed(RuntimeError("interrupted while it launched a step"))
+        with self._followers.operation():
             super().reset()
 
     def _note(self, error: Exception, num_rows: int) -> None:
         self.num_faults += 1
-        raise self._group.failed(error) from error
+        raise self._followers.failed(error) from error

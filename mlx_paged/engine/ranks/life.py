@@ -1,11 +1,11 @@
-"""Life: all ranks of an engine end when one of them ends, whatever it was doing.
+"""Ends all ranks of an engine when one of them ends, whatever the others are doing.
 
-A rank may be inside a collective, where it waits for the others and runs no Python. So threads of
-their own wait for the end of a socket between rank 0 and each other rank: the system closes it when
-a process ends, however that happens. It carries nothing but the last words of a rank that failed.
+A rank inside a collective waits for the others and runs no Python. So a separate thread watches a
+"life" socket between rank 0 and each other rank, which the system closes however a process ends. It
+carries only the last words of a rank that failed.
 
-    a rank fails     its last words, then its end ──> rank 0 ends all others and itself
-    rank 0 ends      every other rank ends itself
+    a rank fails     sends its last words, exits ──> rank 0 ends all others and itself
+    rank 0 exits     every other rank exits
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_WORDS = 4096  # bytes
-# Seconds that rank 0 has to notice the end of another rank. MLX's ring fails the collective that
-# runs, and the ones behind it in the same step never end. Then requests get their errors, and some
-# seconds later the process ends.
-_TO_NOTICE = 2.0
-_TO_ANSWER = 3.0
-# Seconds that the other processes have to end by themselves.
-_TO_END = 5.0
-# Seconds between two looks at whether the parent lives. The socket tells at once, except where a
-# forked child of rank 0 holds the other end.
+# Seconds for rank 0 to notice that another rank ended. MLX's ring fails the running collective, but
+# later ones in the same step never return. Then requests get errors, and `_ANSWER_TIMEOUT` seconds
+# later the process exits.
+_NOTICE_TIMEOUT = 2.0
+_ANSWER_TIMEOUT = 3.0
+# Seconds for the other processes to exit before they are killed.
+_EXIT_TIMEOUT = 5.0
+# Seconds between checks that the parent is alive. The socket tells at once, unless a forked child
+# of rank 0 holds the other end.
 _PARENT_INTERVAL = 1.0
-# Seconds that ranks have to connect when all of them are ready.
-_TO_CONNECT = 60.0
-# Seconds for the system to report the end of a process whose socket it has closed.
-_TO_REPORT = 2.0
+# Seconds for ranks to connect once all of them are ready.
+_CONNECT_TIMEOUT = 60.0
+# Seconds for the system to report the exit of a process whose socket it has closed.
+_REPORT_TIMEOUT = 2.0
 
 
 @dataclass
@@ -57,9 +57,9 @@ class Follower:
     """Another rank, seen from rank 0.
 
     Attributes:
-        channel: For messages to it.
-        life: A socket that ends with it.
-        process: Its process, if rank 0 has started it.
+        channel: Carries messages to it.
+        life: A socket that closes when it ends.
+        process: Its process, if rank 0 started it.
     """
 
     rank: int
@@ -68,14 +68,14 @@ class Follower:
     process: subprocess.Popen[bytes] | None = None
 
 
-class Group:
-    """Rank 0 and the others: ends all of them when one ends.
+class Followers:
+    """All other ranks, seen from rank 0. When one ends, this ends every rank.
 
     Attributes:
-        size: Number of ranks.
-        failure: Why the ranks run no more steps; None while they do.
-        on_stuck: Called with the reason before the process ends, because a step of rank 0 waits for
-            a rank that has ended.
+        size: Number of ranks, including rank 0.
+        failure: Why no more steps can run; None while they can.
+        on_stuck: Called with the reason before this process exits because a step of rank 0 is
+            waiting for a rank that has ended.
     """
 
     def __init__(self, followers: Sequence[Follower]) -> None:
@@ -96,7 +96,7 @@ class Group:
             ).start()
 
     def gather(self) -> None:
-        """Waits until all other ranks are ready, and has them join.
+        """Waits until all other ranks are ready, then tells them to join.
 
         Raises:
             EngineDeadError: One of the ranks has ended.
@@ -127,12 +127,14 @@ class Group:
             raise EngineDeadError(self.failure)
 
     def wait(self, function: Callable[[], T]) -> T:
-        """Returns the result of a function that waits for other ranks, without the interpreter's
-        lock, and on a thread of its own.
+        """Runs a function that waits for other ranks on a thread; returns its result.
+
+        Args:
+            function: Must release the interpreter's lock while it waits.
 
         Raises:
-            EngineDeadError: One of the ranks has ended, or the function failed or takes too long.
-                Its thread may go on waiting, which nothing can end.
+            EngineDeadError: A rank ended, or the function failed or took too long. Its thread may
+                wait forever: nothing can interrupt it.
         """
         result: Future[T] = Future()
 
@@ -147,17 +149,17 @@ class Group:
         self.check()
         threading.Thread(target=run, name="mlx-paged-join", daemon=True).start()
         try:
-            return result.result(_TO_CONNECT)
+            return result.result(_CONNECT_TIMEOUT)
         except TimeoutError as error:
-            seconds = f"the ranks did not connect within {_TO_CONNECT:g} seconds"
+            seconds = f"the ranks did not connect within {_CONNECT_TIMEOUT:g} seconds"
             raise self.failed(TimeoutError(seconds)) from error
         except Exception as error:
             raise self.failed(error) from error
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[None]:
-        """Rank 0 may wait for other ranks meanwhile. If one ends, and rank 0 does not notice, the
-        process ends."""
+        """Marks code that may wait for other ranks. If one ends and rank 0 stays stuck here, the
+        process exits."""
         self._depth += 1
         try:
             yield
@@ -166,8 +168,8 @@ class Group:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """An operation before the first request: if it is stuck, no request waits for an error,
-        and the process ends at once."""
+        """Like `operation`, before the first request: no request waits for an error, so a stuck
+        process exits at once."""
         self._is_loading = True
         try:
             with self.operation():
@@ -178,23 +180,23 @@ class Group:
     def failed(self, error: BaseException) -> EngineDeadError:
         """Ends all ranks after an error on rank 0; returns the error to raise.
 
-        The end of another rank may have caused it; then that is the reason.
+        If another rank ended first, that becomes the reason.
         """
         if isinstance(error, EngineDeadError):
             return error
-        if not self._failed.wait(_TO_REPORT):
+        if not self._failed.wait(_REPORT_TIMEOUT):
             self._fail(f"rank 0 of {self.size} failed: {reason_of(error)}")
         return EngineDeadError(str(self.failure))
 
     def close(self) -> None:
-        """Ends the other ranks and waits for their processes. They must have nothing to do."""
+        """Ends the other ranks and waits for their processes. They must be idle."""
         if os.getpid() != self._pid:
             return  # A forked child does not own them.
         with self._lock:
             self._is_closed = True
             self.failure = self.failure or "the other ranks were ended"
         self._end_others()
-        deadline = time.monotonic() + _TO_END
+        deadline = time.monotonic() + _EXIT_TIMEOUT
         for follower in self._followers:
             if follower.process is not None:
                 try:
@@ -209,7 +211,7 @@ class Group:
             with contextlib.suppress(OSError):
                 follower.life.shutdown(socket.SHUT_RDWR)
 
-    # On a thread for each other rank.
+    # On one thread per follower.
 
     def _watch(self, follower: Follower) -> None:
         words = _until_end(follower.life)
@@ -236,17 +238,17 @@ class Group:
         threading.Thread(target=self._end_if_stuck, daemon=True).start()
 
     def _end_if_stuck(self) -> None:
-        if not self._is_stuck(_TO_NOTICE):
+        if not self._is_stuck(_NOTICE_TIMEOUT):
             return
         reason = str(self.failure)
         if not self._is_loading:
             try:
                 self.on_stuck(reason)
             except Exception:
-                logger.exception("the end of a rank could not be told")
-            if not self._is_stuck(_TO_ANSWER):
+                logger.exception("requests could not be told that a rank ended")
+            if not self._is_stuck(_ANSWER_TIMEOUT):
                 return
-        print(f"mlx-paged: {reason}; rank 0 ends, too", file=sys.stderr, flush=True)
+        print(f"mlx-paged: {reason}; rank 0 exits too", file=sys.stderr, flush=True)
         os._exit(1)
 
     def _is_stuck(self, seconds: float) -> bool:
@@ -257,7 +259,7 @@ class Group:
 
 
 def _settle(future: Future[T], outcome: T | Exception) -> None:
-    """Gives a future its result or its error, unless it has one."""
+    """Sets a future's result or error, unless it has one."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
@@ -265,16 +267,16 @@ def _settle(future: Future[T], outcome: T | Exception) -> None:
             future.set_result(outcome)
 
 
-def close_with(owner: object, group: Group) -> None:
-    """Closes a group when its owner is dropped, or at the interpreter's exit."""
-    weakref.finalize(owner, group.close)
+def close_with(owner: object, followers: Followers) -> None:
+    """Closes followers when their owner is garbage-collected, or at the interpreter's exit."""
+    weakref.finalize(owner, followers.close)
 
 
 def follow_life(life: socket.socket, parent: int | None) -> None:
-    """On another rank: ends this process when rank 0 ends, from now on.
+    """On any other rank: exits this process when rank 0 ends, from now on.
 
     Args:
-        parent: The process of rank 0, if it has started this one.
+        parent: Process id of rank 0, if it started this process.
     """
     threading.Thread(
         target=_end_with_rank_0, args=(life, parent), name="mlx-paged-life", daemon=True
@@ -306,11 +308,11 @@ def _until_end(life: socket.socket) -> str:
 
 
 def _how_it_ended(process: subprocess.Popen[bytes] | None) -> str:
-    """Says how a process ended that left no words."""
+    """Describes how a process ended that sent no last words."""
     if process is None:
         return "ended"
     try:
-        status = process.wait(_TO_REPORT)
+        status = process.wait(_REPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         return "closed its connection"
     if status >= 0:

@@ -1,7 +1,7 @@
 """The media of a step as columns of its message.
 
-Rank 0 alone runs encoders, and has the first layers of a pipeline, which read their features. The
-other ranks need the positions only, and which rows are no tokens of the vocabulary.
+Only rank 0 runs encoders, and it holds a pipeline's first layers, which read the features. The
+other ranks need only the positions and the rows that are not tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def media_columns(media: StepMedia | None) -> Mapping[str, array[Any]]:
 
 
 def media_of(message: Message) -> StepMedia | None:
-    """Reads the columns of `media_columns`. The features of all rows are zeros.
+    """Parses the columns of `media_columns`. All features are zeros.
 
     Raises:
-        MessageError: Columns of other lengths.
+        MessageError: The columns have inconsistent lengths.
     """
     rows = message.columns.get(_ROWS)
     if rows is None:

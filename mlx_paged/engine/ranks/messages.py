@@ -1,7 +1,7 @@
 """The messages from rank 0 to the others, as bytes.
 
-A message is a kind, a few JSON fields, and columns of numbers. A step's message has only what
-decides about a model's forward: where tokens are chosen, the other ranks get them from rank 0 by a
+A message is a kind, a few JSON fields, and columns of numbers. A step's message holds only the
+inputs of the model's forward pass; the other ranks receive sampled tokens from rank 0 through a
 collective. Decoding trusts nothing: every length is checked before it is used.
 
     header length (uint32) | header (JSON) | columns, one after another
@@ -36,7 +36,7 @@ KINDS = (
 
 
 class MessageError(MlxPagedError, ValueError):
-    """Bytes that are no message."""
+    """Bytes that are not a valid message."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> Message:
-        """Reads a message.
+        """Parses a message.
 
         Raises:
-            MessageError: These bytes are none.
+            MessageError: The bytes are not a valid message.
         """
         view = memoryview(data)
         try:
@@ -100,23 +100,23 @@ class Message:
 # --- Steps ----------------------------------------------------------------------------------------
 
 
-# Columns of steps with a value for each sequence.
+# Columns of a step with one value per sequence.
 _BY_SEQUENCE = ("starts", "query_lens", "samples", "input_from", "num_drafts", "adapter_ids")
-#: In place of a table's length: it is the one of the step before.
+# Replaces the length of a table that has not changed since the previous step.
 _SAME = -1
 
 
 class StepWriter:
-    """Makes the messages of steps, in the order of their launches.
+    """Encodes steps as messages, in launch order.
 
-    Most block tables are those of the step before, and only new ones are sent.
+    Most block tables have not changed since the previous step, so only changed ones are sent.
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[StepTable, ...]] = {}  # by sequence, of the step before
+        self._before: dict[int, tuple[StepTable, ...]] = {}  # of the previous step, by sequence
 
     def message(self, batch: StepBatch) -> Message:
-        """Returns the message of a step: without its sampling, and without its media."""
+        """Returns the message of a step, without sampling parameters and media."""
         lengths, blocks = array("i"), array("i")
         for seq_id, tables in zip(batch.seq_ids, batch.tables):
             before = self._before.get(seq_id, ())
@@ -149,7 +149,7 @@ class StepWriter:
 
 
 class ReportedRows(NamedTuple):
-    """Stands for `PromptTargets` on a rank that reports nothing: only their number matters."""
+    """Stands in for `PromptTargets` on ranks that report nothing: only the count matters."""
 
     token_ids: range
 
@@ -159,7 +159,7 @@ def _pairs_of(targets: Iterable[tuple[int, Any]]) -> Iterable[int]:
 
 
 class StepReader:
-    """Reads the messages of a `StepWriter`, all of them and in their order."""
+    """Decodes the messages of a `StepWriter`. It must see all of them, in order."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[StepTable, ...]] = {}
@@ -168,7 +168,7 @@ class StepReader:
         """Returns the step of a message.
 
         Raises:
-            MessageError: Its columns do not belong together.
+            MessageError: The columns are missing or inconsistent.
         """
         columns = message.columns
         try:
@@ -182,7 +182,7 @@ class StepReader:
                 raise MessageError(f"a step of {count} sequences has {len(slots)} slots")
             targets = _pairs(columns["targets"])
             if any(not 0 <= index < count or length < 0 for index, length in targets):
-                raise MessageError(f"a step of {count} sequences reports on others")
+                raise MessageError(f"prompt targets must be in [0, {count}) but are {targets}")
             return StepBatch(
                 step=int(message.fields["step"]),
                 seq_ids=list(columns["seq_ids"]),
@@ -203,7 +203,7 @@ class StepReader:
         except MessageError:
             raise
         except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise MessageError(f"a step without {error}") from error
+            raise MessageError(f"a step has a missing or invalid column: {error}") from error
 
     def _tables_of(self, columns: Mapping[str, array[int]]) -> list[tuple[StepTable, ...]]:
         seq_ids, lengths = columns["seq_ids"], columns["table_lens"]

@@ -1,8 +1,8 @@
-"""Lets the ranks of one machine add up in memory that their GPUs share.
+"""All-reduces over GPU memory that the ranks of one machine share.
 
-A decode step has two sums per layer, and NCCL's take several times as long as a kernel that reads
-the memory of all GPUs (`csrc/peer_sum.h`). All ranks connect, or none: each tells the others
-whether it has a buffer, and whether it could map theirs. Sums that do not fit stay with MLX.
+A decode step has two all-reduces per layer, and NCCL takes several times as long as a kernel that
+reads the memory of all GPUs (`csrc/peer_sum.h`). Either all ranks connect or none does: each tells
+the others whether it has a buffer and could map theirs. Sums that do not fit stay with MLX.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from mlx_paged.platform import Platform
 
 logger = logging.getLogger(__name__)
 
-#: Environment variable: 0 leaves all sums to MLX.
+#: Environment variable: 0 leaves all all-reduces to MLX.
 PEER_SUMS = "MLX_PAGED_PEER_SUMS"
-_SIZES = (2, 4, 8)  # of groups that kernels serve
-_TOKENS_OF_CHUNK = 4  # in the unit of sums in shared memory, 16 bytes
+_SIZES = (2, 4, 8)  # group sizes with a kernel
+_TOKENS_PER_CHUNK = 4  # int32 tokens in 16 bytes, the unit of sums in shared memory
 _HANDLE_BYTES = 64
 _MACHINE_BYTES = 16
 
 
 class PeerMemory(Protocol):
-    """Memory of this process's GPU, and of other processes'. All raise `RuntimeError`."""
+    """Allocates GPU memory that processes share. Methods raise `RuntimeError` on failure."""
 
     def make(self) -> tuple[int, bytes]:
-        """Makes a buffer; returns its address, and what another process needs to map it."""
+        """Allocates a buffer; returns its address and the handle for other processes."""
 
     def open(self, handle: bytes) -> int:
-        """Maps the buffer of another process; returns its address."""
+        """Maps another process's buffer; returns its address here."""
 
 
 class CudaMemory:
@@ -54,15 +54,15 @@ class CudaMemory:
         return int(ext.open_peer_buffer(handle))
 
 
-#: Returns the bytes of every rank, given this rank's. Each rank gives as many.
+#: All-gather of bytes: takes this rank's, returns every rank's. All have the same length.
 Exchange = Callable[[bytes], list[bytes]]
 
 
 def connect_peers(group: mx.distributed.Group) -> None:
-    """Lets the sums of a group use memory that its GPUs share, if they can.
+    """Lets all-reduces of a group use memory that its GPUs share, if they can.
 
-    Every rank must call it. From then on, `mx.distributed.all_sum` is `summed`, as model code calls
-    it by that name.
+    Every rank must call it. It replaces `mx.distributed.all_sum`, the name that model code calls,
+    with `summed`.
     """
     if not Platform.current().has_cuda or group.size() not in _SIZES:
         return
@@ -77,13 +77,13 @@ def connect_peers(group: mx.distributed.Group) -> None:
     if reason is None:
         mx.distributed.all_sum = summed
     else:
-        logger.warning("rank %d adds up over NCCL alone: %s", group.rank(), reason)
+        logger.warning("rank %d uses NCCL for all sums: %s", group.rank(), reason)
 
 
 def share_memory(memory: PeerMemory, group: mx.distributed.Group, exchange: Exchange) -> str | None:
-    """Lets `summed` use memory that a group's GPUs share, after a trial; or returns why it cannot.
+    """Lets `summed` use memory that a group's GPUs share, after a trial; else returns the reason.
 
-    Every rank must call it, and it returns None on all ranks or on none.
+    Every rank must call it; it returns None on all ranks or on none.
     """
     buffers = mapped_buffers(memory, group.rank(), exchange)
     if isinstance(buffers, str):
@@ -97,8 +97,8 @@ def share_memory(memory: PeerMemory, group: mx.distributed.Group, exchange: Exch
 
 
 def mapped_buffers(memory: PeerMemory, rank: int, exchange: Exchange) -> list[int] | str:
-    """Returns the address of every rank's buffer in this process, or the reason why a rank cannot
-    map them all. Every rank must call it, and all return addresses or none does."""
+    """Returns the address of every rank's buffer in this process, or the reason why some rank
+    cannot map them. Every rank must call it; either all return addresses or none does."""
     reason, own, handle = "", 0, bytes(_HANDLE_BYTES)
     if os.environ.get(PEER_SUMS) == "0":
         reason = f"{PEER_SUMS} is 0"
@@ -133,7 +133,7 @@ def summed(
     group: mx.distributed.Group | None = None,
     stream: mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None = None,
 ) -> mx.array:
-    """`mx.distributed.all_sum`, in shared memory where the group has some and `x` fits."""
+    """Replaces `mx.distributed.all_sum`: uses shared memory if the group has it and `x` fits."""
     if group is None:
         return _all_sum_of_mlx(x, stream=stream)
     result: mx.array = ext.all_sum(x, group=group, stream=stream)
@@ -141,15 +141,15 @@ def summed(
 
 
 def shared_tokens(tokens: mx.array, group: mx.distributed.Group) -> mx.array:
-    """Rank 0's tokens ``[n]`` int32 on every rank, if the others give zeros."""
+    """Broadcasts rank 0's tokens ``[n]`` int32; the other ranks must pass zeros."""
     count = tokens.shape[0]
-    if missing := -count % _TOKENS_OF_CHUNK:  # Otherwise MLX would add them.
+    if missing := -count % _TOKENS_PER_CHUNK:  # Shared memory needs whole chunks.
         tokens = mx.pad(tokens, (0, missing))
     return mx.distributed.all_sum(tokens, group=group)[:count]
 
 
 def _machine() -> bytes:
-    """Bytes that differ between machines, and between starts of one."""
+    """Returns an id that differs between machines, and between boots of one."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

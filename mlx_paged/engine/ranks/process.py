@@ -1,7 +1,7 @@
-"""The process of another rank than 0.
+"""Entry point of the process of a rank other than 0.
 
-``python -m mlx_paged.engine.ranks.process CHANNEL LIFE BACKEND``: rank 0 starts it so, with two
-inherited sockets. It joins the ranks before it imports all else, because rank 0 waits for that.
+Rank 0 runs ``python -m mlx_paged.engine.ranks.process CHANNEL LIFE BACKEND`` with two inherited
+sockets. The process joins the group before it imports the rest, because rank 0 waits for that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Follows rank 0 in a process that rank 0 started, and ends it."""
+    """Follows rank 0 in a process that rank 0 started, then exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     numbers, backend = sys.argv[1:3], sys.argv[3]
@@ -33,35 +33,33 @@ def main() -> None:
     channel, life = Channel(sockets[0]), sockets[1]
     follow_life(life, os.getppid())
     try:
-        # Nothing can end MLX's waiting for other ranks. So they join when all of them are here.
+        # Nothing can interrupt MLX waiting for other ranks, so they join once all are running.
         channel.send(Message(READY).encode())
         channel.receive()
-        collective = launch.join({}, backend)
+        world = launch.join({}, backend)
     except Exception as error:
         last_words(life, error)
         os._exit(1)
-    _follow_and_end(channel, life, collective)
+    _follow_and_end(channel, life, world)
 
 
 def follow_launched() -> NoReturn:
-    """Follows rank 0 in a process that `mlx.launch` started, and ends it."""
-    collective = launch.join({}, "any")
-    channel, life = launch.connect(collective)
+    """Follows rank 0 in a process that `mlx.launch` started, then exits."""
+    world = launch.join({}, "any")
+    channel, life = launch.connect(world)
     follow_life(life, None)
-    _follow_and_end(channel, life, collective)
+    _follow_and_end(channel, life, world)
 
 
-def _follow_and_end(
-    channel: Channel, life: socket.socket, collective: mx.distributed.Group
-) -> NoReturn:
-    """Ends without the interpreter's own end, in which MLX would wait for other ranks."""
+def _follow_and_end(channel: Channel, life: socket.socket, world: mx.distributed.Group) -> NoReturn:
+    """Follows rank 0, then exits without interpreter shutdown, where MLX would wait for ranks."""
     from mlx_paged.engine.guard import claim_process
     from mlx_paged.engine.ranks.follow import follow
 
     status = 1
     try:
         claim_process()
-        follow(channel, collective)
+        follow(channel, world)
         status = 0
     except BaseException as error:
         last_words(life, error)

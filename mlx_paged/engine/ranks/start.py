@@ -1,4 +1,4 @@
-"""make_engine: loads a model and makes its engine, on one rank or on several."""
+"""make_engine: loads a model and creates its engine, on one rank or on several."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.ranks import launch
-from mlx_paged.engine.ranks.collectives import Collectives
 from mlx_paged.engine.ranks.lead import Ranks
-from mlx_paged.engine.ranks.life import Group, close_with
+from mlx_paged.engine.ranks.life import Followers, close_with
 from mlx_paged.engine.ranks.messages import START, Message
+from mlx_paged.engine.ranks.parallel_groups import ParallelGroups
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
 
-_newest: weakref.ref[Group] | None = None  # of this process
+_latest: weakref.ref[Followers] | None = None  # of this process's latest engine of several ranks
 
 
 def make_engine(
@@ -30,42 +30,43 @@ def make_engine(
     generation_config: Mapping[str, Any] | None = None,
     on_kernel: OnKernel | None = None,
 ) -> Engine:
-    """Loads a model and makes its engine, on as many ranks as its options ask for.
+    """Loads a model and creates its engine, on as many ranks as its options ask for.
 
-    Under `mlx.launch`, only rank 0 returns: the others follow it, and then end.
+    Under `mlx.launch`, only rank 0 returns: the others follow it, then exit.
 
     Args:
-        model, dtype, generation_config: See `mlx_paged.load`. Or a loaded model.
+        model: See `mlx_paged.load`; or, on one rank, a loaded model.
+        dtype, generation_config: See `mlx_paged.load`.
         on_kernel: See `Engine`.
 
     Raises:
-        InvalidParameterError: Several ranks are not possible here.
-        EngineDeadError: Another rank failed meanwhile.
+        InvalidParameterError: This process or machine cannot run that many ranks.
+        EngineDeadError: Another rank failed during the start.
         ModelLoadError, UnsupportedModelError: See `mlx_paged.load`.
     """
-    global _newest
+    global _latest
     if config.num_ranks == 1:
         if not isinstance(model, LoadedModel):
             model = load(model, dtype=dtype, generation_config=generation_config)
         return Engine(model, config, on_kernel=on_kernel)
     if isinstance(model, LoadedModel):
-        expected = "1 for a model that is loaded already"
+        expected = "1 for a model that is already loaded"
         raise InvalidParameterError(config.ranks_option, expected, config.num_ranks)
     follow_if_launched(config.num_ranks)
-    before = None if _newest is None else _newest()
-    if before is not None and before.failure is None:
-        expected = "1 in a process that has an engine of several ranks"
+    others = None if _latest is None else _latest()
+    if others is not None and others.failure is None:
+        expected = "1 while another engine of several ranks runs in this process"
         raise InvalidParameterError(config.ranks_option, expected, config.num_ranks)
     ranks = _ranks(config)
-    _newest = weakref.ref(ranks.group)
+    _latest = weakref.ref(ranks.followers)
     try:
-        with ranks.group.loading():
+        with ranks.followers.loading():
             return _make(ranks, model, config, dtype, generation_config, on_kernel)
     except BaseException as error:
-        failure = ranks.group.failure
-        ranks.group.close()
+        failure = ranks.followers.failure
+        ranks.followers.close()
         if failure is not None and isinstance(error, Exception):
-            raise ranks.group.failed(error) from error
+            raise ranks.followers.failed(error) from error
         raise
 
 
@@ -81,38 +82,37 @@ def _make(
 
     size, hosts = config.tensor_parallel_size, ranks.hosts
     fields = start_fields(model, dtype, config, hosts)
-    ranks.group.send(Message(START, fields).encode())
-    collectives = Collectives.of(ranks.collective, size, hosts, ranks.group.wait)
-    loaded = load(model, dtype=dtype, generation_config=generation_config, shard=collectives.divide)
+    ranks.followers.send(Message(START, fields).encode())
+    groups = ParallelGroups.of(ranks.world, size, hosts, ranks.followers.wait)
+    loaded = load(model, dtype=dtype, generation_config=generation_config, shard=groups.divide)
     engine = Engine(loaded, config, on_kernel=on_kernel, ranks=ranks)
-    close_with(engine, ranks.group)
+    close_with(engine, ranks.followers)
     return engine
 
 
 def _ranks(config: EngineConfig) -> Ranks:
     size, option = config.num_ranks, config.ranks_option
     if launch.launched_rank() is not None:
-        collective = launch.join({}, "any")
-        if collective.size() != size:
-            expected = f"{collective.size()}, the number of processes of mlx.launch,"
+        world = launch.join({}, "any")
+        if world.size() != size:
+            expected = f"{world.size()}, the number of processes of mlx.launch,"
             raise InvalidParameterError(option, expected, size)
-        group = Group(launch.accept(collective))
-        return Ranks(group, collective, launch.ring_hosts(size, "any"))
-    followers, environment, backend = launch.start(size, option)
-    group = Group(followers)
+        return Ranks(Followers(launch.accept(world)), world, launch.ring_hosts(size, "any"))
+    started, environment, backend = launch.start(size, option)
+    followers = Followers(started)
     try:
-        group.gather()
-        collective = launch.join(environment, backend, group.wait)
+        followers.gather()
+        world = launch.join(environment, backend, followers.wait)
     except BaseException:
-        group.close()
+        followers.close()
         raise
     finally:
         launch.remove_host_file(environment)
-    return Ranks(group, collective, launch.ring_hosts(size, backend))
+    return Ranks(followers, world, launch.ring_hosts(size, backend))
 
 
 def follow_if_launched(size: int) -> None:
-    """Follows rank 0 if this is another rank under `mlx.launch`; then it never returns."""
+    """Under `mlx.launch`, follows rank 0 and never returns, unless this is rank 0."""
     if size > 1 and (launch.launched_rank() or 0) > 0:
         from mlx_paged.engine.ranks.process import follow_launched
 

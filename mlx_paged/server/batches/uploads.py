@@ -280,7 +280,7 @@ async def read_large(
                 take(piece)
                 await after_piece()
     except ClientDisconnect:
-        raise ApiError(499, "the client has gone", code="client_closed") from None
+        raise ApiError(499, "the client disconnected", code="client_closed") from None
     except ApiError as error:
         error.headers.setdefault("Connection", "close")  # the rest of the body is not read
         raise

@@ -194,7 +194,7 @@ class _PullResponse(Response):
             if work.done():
                 work.result()
             else:
-                request_log_of(self._request).fields["error"] = "the client has gone"
+                request_log_of(self._request).fields["error"] = "the client disconnected"
         finally:
             for task in (work, leaving):
                 task.cancel()

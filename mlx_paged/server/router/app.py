@@ -1,4 +1,4 @@
-"""Builds a router's application: its own endpoints, and forwarding to the models' processes."""
+"""Builds the router's application: its own endpoints, and forwarding to the model processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlx_paged.server.shell import Endpoint
 
 _STATUSES = ("400", "401", "403", "404", "408", "413", "415", "500", "503")
 
-#: Operations that only a router has, or that it answers differently from a one-model server.
+#: Operations that only a router has, or that differ from those of a one-model server.
 OWN = (
     Operation(
         "/v1/models", "GET", endpoints.models, "List the models and their states.",
@@ -63,7 +63,7 @@ OWN = (
         query=("model",),
     ),
 )  # fmt: skip
-# Operations that the router answers instead of forwarding them.
+# Operations that the router answers instead of forwarding.
 _ANSWERED: dict[str, Endpoint] = {
     "/abort_requests": endpoints.abort_requests,
     "/reset_prefix_cache": endpoints.reset_prefix_cache,

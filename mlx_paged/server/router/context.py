@@ -28,17 +28,17 @@ class RouterContext(ServerContext):
 
     @property
     def phase(self) -> Phase:
-        """See `ServerContext`. Requests wait for models, so a router is ready at once."""
+        """See `ServerContext`. Ready at once, because requests wait for their model."""
         return Phase.DRAINING if self.draining else Phase.READY
 
     @property
     def max_body_size(self) -> int:
-        """See `ServerContext`; the process of the model may allow less."""
+        """See `ServerContext`; the model's process may allow less."""
         return self.config.max_body_size or MAX_MEDIA_BODY_SIZE
 
     @property
     def max_model_len(self) -> int | None:
-        """See `ServerContext`; the process of the model checks it."""
+        """See `ServerContext`; the model's process checks it."""
         return None
 
     def served_name(self, name: str) -> str:
@@ -46,7 +46,7 @@ class RouterContext(ServerContext):
         return self.pool.find(name).name
 
     def check_runner(self, runner: str, path: str) -> None:
-        """See `ServerContext`; the process of the model checks it."""
+        """See `ServerContext`; the model's process checks it."""
 
     def drain(self) -> None:
         """See `ServerContext`."""

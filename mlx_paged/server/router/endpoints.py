@@ -32,7 +32,7 @@ from mlx_paged.server.router.pool import PooledModel
 from mlx_paged.server.router.routing import Replica
 from mlx_paged.server.router.transport import Upstream, UpstreamError
 
-# Seconds to wait for the answer of a process.
+# Seconds to wait for a process to answer.
 _TIMEOUT = 2.0
 
 
@@ -45,7 +45,7 @@ class ModelBody(Body):
 
 
 class Done(TypedDict):
-    """Acknowledges both requests. The model's state changes later."""
+    """Acknowledges a load or unload request. The model's state changes later."""
 
     success: bool
 
@@ -176,7 +176,7 @@ async def unload_model(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Returns 200 once the preloaded models are ready, while the server accepts requests.
 
-    A model whose replicas are all down counts as one that loads.
+    A model whose replicas are all down counts as loading.
     """
     context = router_of(request)
     phase = context.phase
@@ -191,7 +191,7 @@ async def server_info(request: Request) -> Response:
     context = router_of(request)
     asked = request.query_params.get("model")
     if asked is not None:
-        # No lease: a look at the statistics does not keep the model loaded.
+        # No lease: reading statistics must not keep the model loaded.
         found = context.pool.find(asked)
         answers = await _ask_model(found, "GET", "/server_info")
         infos = {each.replica.number: json.loads(each.body) for each in answers}
@@ -212,7 +212,7 @@ async def server_info(request: Request) -> Response:
 
 
 def _joined_info(infos: Mapping[int, responses.ServerInfo]) -> responses.ServerInfo:
-    """Joins what a model's replicas, by number, say: the options of one, and all statistics."""
+    """Merges the infos of a model's replicas, by number: one's options, everyone's statistics."""
     joined = next(iter(infos.values())).copy()
     joined["replicas"] = [
         responses.ReplicaInfo(
@@ -230,7 +230,7 @@ def _joined_info(infos: Mapping[int, responses.ServerInfo]) -> responses.ServerI
 
 
 def _added(values: Iterable[Any]) -> Any:
-    """Adds up the numbers of equal structures, in which some places may be empty."""
+    """Adds up the numbers of JSON values of the same structure; None counts as missing."""
     present = [value for value in values if value is not None]
     match present:
         case [dict(), *_]:

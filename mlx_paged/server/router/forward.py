@@ -1,7 +1,7 @@
-"""Forwards requests to the models' processes and relays the responses.
+"""Forwards requests to the model processes and relays the responses.
 
-A request that names an unloaded model waits for it. A client that wants a stream gets comments
-meanwhile, so that it and the proxies before it know that its connection lives.
+A request for an unloaded model waits for it. Streaming clients get comments meanwhile, which keep
+them and the proxies in between from giving up on the connection.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from mlx_paged.server.router.pool import KeepAlive, Lease, PooledModel
 from mlx_paged.server.router.routing import RoutedRequest
 from mlx_paged.server.router.transport import Header, Upstream, UpstreamError
 
-# Seconds before a waiting stream gets its first comment, and between further comments. From the
-# first one on, the status is 200 and errors are events.
+# Seconds before a waiting stream gets its first comment, and between later ones. The first one
+# commits the response to status 200, so later errors are events.
 _PATIENCE, _COMMENT_INTERVAL = 1.0, 5.0
-# Request headers that are not forwarded: the router has checked keys and origins, and connection
-# headers apply to one hop.
+# Request headers that are not forwarded: the router has already checked keys and origins, and
+# connection headers apply to a single hop.
 _OWN_HEADERS = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
@@ -76,7 +76,7 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
     """Forwards a request with a JSON body to the model that its field `model` names.
 
     Args:
-        before_answer: Called with the model when the answer begins, before the client gets it.
+        before_answer: Called with the model once its response begins, before the client sees any.
 
     Raises:
         ApiError: 400 for a body without JSON, 404 for an unknown model; see `requests.read_bytes`.
@@ -99,10 +99,10 @@ async def forward(request: Request, *, before_answer: BeforeAnswer | None = None
 
 
 async def forward_to_owner(request: Request) -> Response:
-    """Forwards a request for a stored object, such as a response, to the model that has it.
+    """Forwards a request for a stored object, such as a response, to the process that has it.
 
     Raises:
-        ApiError: 503.
+        ApiError: 404, no loaded model has it; 503, the server is shutting down.
     """
     context = router_of(request)
     context.check_takes_requests()
@@ -116,14 +116,15 @@ async def forward_to_owner(request: Request) -> Response:
                 upstream.close()
                 lease.release()
                 continue
-        except UpstreamError:  # It has just died, and all that it had is gone.
+        except UpstreamError:  # It has just died, and its stored objects with it.
             lease.release()
             continue
         except BaseException:
             lease.release()
             raise
         return ForwardedResponse(request, None, b"", KeepAlive.AS_BEFORE, begun=(lease, upstream))
-    raise ApiError(404, "no loaded model has this", code="not_found")
+    path = _path_of(request)
+    raise ApiError(404, f"no loaded model has the object {path!r}", code="not_found")
 
 
 def routed_of(body: bytes) -> Routed:
@@ -173,9 +174,9 @@ class ForwardedResponse(Response):
 
     Args:
         model: The name that the request gave; None: the first model.
-        comments: Begin a stream with comments if the model has to be loaded.
+        comments: Send a stream's comments while the model loads.
         before_answer: See `forward`.
-        begun: A hold on the model and its response, if it is already there.
+        begun: The lease and the response, if a process is already answering.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class ForwardedResponse(Response):
         self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response. A client that disconnects leaves the queue or aborts its request."""
+        """Sends the response. Disconnecting cancels the wait for a model, or aborts the request."""
         if self._begun is None:
             self._lease = router_of(self._request).pool.lease(self._model, self._keep_alive)
         else:
@@ -231,7 +232,7 @@ class ForwardedResponse(Response):
                 self._upstream = await _send(self._request, socket, self._body)
             if self._before_answer is not None:
                 await self._before_answer(self._lease.model)
-            trace.is_forwarded = True  # The process logs it.
+            trace.is_forwarded = True  # The model's process logs it.
             await self._relay(self._upstream, scope, send)
         except (ApiError, UpstreamError) as error:
             if isinstance(error, UpstreamError):
@@ -244,10 +245,10 @@ class ForwardedResponse(Response):
             elif scope["state"].get("filler"):
                 await send(_body(_error_events(error, scope, trace), is_last=True))
             else:
-                raise RuntimeError(error.message) from error  # The connection is cut off.
+                raise RuntimeError(error.message) from error  # Closes the connection mid-body.
 
     async def _wait(self, send: Send) -> None:
-        """Waits for the model, and sends comments to a client that wants a stream."""
+        """Waits for the model; sends comments to streaming clients."""
         ready = asyncio.ensure_future(self._lease.ready())
         patience = _PATIENCE if self._comments else None
         try:
@@ -270,8 +271,8 @@ class ForwardedResponse(Response):
         headers = [header for header in upstream.headers if header[0] not in _SET_AGAIN]
         kind = dict(headers).get(b"content-type", b"")
         if (own := dict(headers).get(b"x-request-id")) is not None:
-            request_log_of(self._request).request_id = own.decode()  # The body may have one.
-        await asyncio.sleep(0)  # The tokens that the process has reported before count first.
+            request_log_of(self._request).request_id = own.decode()  # The body may have set it.
+        await asyncio.sleep(0)  # First charge the tokens that the process has already reported.
         if not self._has_begun:
             await self._begin(upstream.status, headers, send)
         elif not kind.startswith(b"text/event-stream"):
@@ -301,7 +302,7 @@ async def _send(request: Request, socket: Path, body: bytes) -> Upstream:
     query = request.scope.get("query_string", b"").decode("latin-1")
     return await Upstream.send(
         socket,
-        "GET" if request.method == "HEAD" else request.method,  # uvicorn leaves the body out.
+        "GET" if request.method == "HEAD" else request.method,  # uvicorn drops the body.
         f"{target}?{query}" if query else target,
         [
             *(header for header in request.headers.raw if header[0].lower() not in _OWN_HEADERS),

@@ -1,4 +1,4 @@
-"""Ledger: charges clients for the tokens that the models' processes report."""
+"""Ledger: charges clients for the tokens that the model processes report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_paged.server.rate_limits import Budget
 
 
 class Ledger:
-    """Assigns account numbers to clients' budgets. Discarded budgets are not charged."""
+    """Numbers clients' budgets, so that processes can report usage. Ignores dropped budgets."""
 
     def __init__(self) -> None:
         self._numbers: WeakKeyDictionary[Budget, int] = WeakKeyDictionary()

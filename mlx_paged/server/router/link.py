@@ -1,8 +1,8 @@
 """RouterLink: connects a model's process to the router that started it.
 
 The router marks requests with two headers and reads JSON lines from the process. The first line has
-the fields of `LoadedModel` or the reason for a failure; later lines report the tokens that clients
-with limits have used, and how many responses run in the background.
+the fields of `LoadedModel` or the reason for a failure; later lines report the tokens used by
+rate-limited clients, and the number of background responses.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mlx_paged.engine.memory import process_memory
 from mlx_paged.server.router.process import LoadedModel
 from mlx_paged.server.served_model import ServedModel
 
-#: Marks a batch line.
+#: Request header that marks a line of a batch.
 BACKGROUND = b"x-mlx-paged-background"
-#: Carries the client's account number (`ledger`) if its tokens are limited.
+#: Request header with the client's account number (`ledger`), if its tokens are limited.
 ACCOUNT = b"x-mlx-paged-account"
 # Maximum seconds before used tokens are reported.
 _DELAY = 0.1
@@ -51,14 +51,14 @@ class RouterLink:
             model.input_modalities,
             model.lora_modules.names,
         )
-        self._tell(asdict(loaded))
+        self._send(asdict(loaded))
 
     def failed(self, error: Exception) -> None:
         """Reports why the model cannot be served."""
-        self._tell({"failure": str(error) or type(error).__name__})
+        self._send({"failure": str(error) or type(error).__name__})
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Wraps an application to copy the router's marks into the state of each request."""
+        """Wraps an application: copies the router's headers into the state of each request."""
 
         async def marked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] not in ("http", "websocket"):
@@ -91,23 +91,23 @@ class RouterLink:
             self._timer = asyncio.get_running_loop().call_later(_DELAY, self._report)
 
     def count_background(self, count: int) -> None:
-        """Reports how many responses are generated without a request."""
-        self._tell({"background": count})
+        """Reports the number of responses that run without a request."""
+        self._send({"background": count})
 
     def _report(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._used:
-            self._tell({"used": self._used})
+            self._send({"used": self._used})
             self._used = Counter()
 
-    def _tell(self, told: dict[str, object]) -> None:
-        print(json.dumps(told), file=self._pipe, flush=True)
+    def _send(self, report: dict[str, object]) -> None:
+        print(json.dumps(report), file=self._pipe, flush=True)
 
 
 class _ReportedBudget:
-    """Stands in for a `Budget` that the router keeps. The router has admitted the request."""
+    """Stands in for the router's `Budget`. The router has already admitted the request."""
 
     def __init__(self, link: RouterLink, account: int) -> None:
         self._link, self._account = link, account

@@ -1,4 +1,4 @@
-"""Merges the Prometheus metrics of several processes: of several models, and of replicas."""
+"""Merges the Prometheus metrics of several processes: of different models, and of replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-# How values of several replicas become one, for gauges that are not added: shares, levels, flags.
+# Gauges of replicas that are combined by something other than a sum: shares, levels, flags.
 _COMBINED: dict[str, Callable[[list[float]], float]] = {
     "vllm:kv_cache_usage_perc": _mean,
     "vllm:cache_config_info": max,
@@ -61,8 +61,8 @@ def merged(own: str, of_models: Mapping[str, Iterable[Metric]]) -> bytes:
     """Merges metrics; returns Prometheus's text format.
 
     Args:
-        own: Those of the router, in that format.
-        of_models: Those of each model, whose samples get the label `model_name`.
+        own: The router's metrics, in that format.
+        of_models: Metrics by model; their samples get the label `model_name`.
     """
     families = _Families()
     families.add(text_string_to_metric_families(own), None)
@@ -76,8 +76,8 @@ def merged(own: str, of_models: Mapping[str, Iterable[Metric]]) -> bytes:
 class ReplicaMetrics:
     """Adds up the metrics of a model's replicas.
 
-    Sums of counters and histograms never fall, as Prometheus would take that for a restart of the
-    whole server: what a replica has counted until it was last read stays in them when it ends.
+    Counters and histograms must never fall: Prometheus would take that for a restart of the whole
+    server. So the last counts read from a replica stay in the sums after it ends.
     """
 
     def __init__(self) -> None:
@@ -85,11 +85,11 @@ class ReplicaMetrics:
         self._ended: dict[str, Metric] = {}  # families of ended replicas, added up
 
     def update(self, replica: object, text: str) -> None:
-        """Takes the metrics of a running replica, in Prometheus's text format."""
+        """Stores the metrics of a running replica, in Prometheus's text format."""
         self._running[replica] = list(text_string_to_metric_families(text))
 
     def end(self, replica: object) -> None:
-        """Keeps what a replica has counted, which has ended."""
+        """Keeps the last counts of a replica that has ended."""
         for family in self._running.pop(replica, ()):
             if family.type in _GROWING:
                 before = self._ended.get(family.name)
@@ -105,7 +105,7 @@ class ReplicaMetrics:
 
 
 def _combined(families: list[Metric]) -> Metric:
-    """Makes one family of those that several replicas have under one name."""
+    """Combines the families of one name from several replicas."""
     first = families[0]
     values: dict[_Key, list[float]] = {}
     samples: dict[_Key, Sample] = {}

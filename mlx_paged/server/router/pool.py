@@ -1,6 +1,6 @@
 """ModelPool: loads models when requests need them, and unloads others to make room.
 
-A model is *in use* while a request runs on it or waits for it. One in use is never unloaded. All
+A model is *in use* while a request runs on it or waits for it, and is then never unloaded. All
 state belongs to the event loop.
 """
 
@@ -38,13 +38,13 @@ T = TypeVar("T")
 _GIB = 1 << 30
 # Seconds to wait for an idle process to exit.
 _IDLE_DRAIN = 10.0
-# Seconds to wait for room. A client that changes models sends its next request before its last one
-# has ended here.
+# Seconds to wait for room: a client that switches models often sends its next request just before
+# the previous one ends here.
 _PATIENCE = 1.0
 
 
 class KeepAlive(Enum):
-    """Keeps the current time to live of a model."""
+    """Stands for a request without `keep_alive`: the model's current value stays."""
 
     AS_BEFORE = "as before"
 
@@ -54,7 +54,7 @@ class PooledModel:
 
     Attributes:
         process: The process that serves it; None if not running.
-        loading: Task that starts the process and returns an error if that fails; None if idle.
+        loading: Task that starts the process; returns the error if that fails. None if idle.
         stopping: Task that ends the process; None if idle.
         failure: Why the last load failed or the process died; None otherwise.
         loaded: Last report of the process; None before the first load.
@@ -62,8 +62,8 @@ class PooledModel:
         num_waiting: Requests that wait for it to load.
         unused: Set while num_requests is 0.
         keep_alive: Seconds to keep the model loaded without requests; None: no limit.
-        last_used: Unix time when its last request ended; None if there was none.
-        turn: Rank of that end among all requests, for least recently used.
+        last_used: Unix time when its last request ended; None before the first.
+        turn: Order of that end among all requests, to find the least recently used model.
         timer: Unloads the model when keep_alive has passed.
         expires_at: Unix time at which the timer fires.
     """
@@ -118,7 +118,7 @@ class PooledModel:
 
     @property
     def memory(self) -> int:
-        """Bytes that the loaded model takes: measured, or estimated before the first load."""
+        """Bytes that the model takes when loaded: measured, or estimated before the first load."""
         if self.loaded is not None:
             return self.loaded.memory
         one = (self.files.weight_bytes or 0) + self.spec.kv_bytes + PROCESS_BYTES
@@ -170,7 +170,7 @@ class Lease:
         replica.num_requests += 1
 
     def release(self) -> None:
-        """Ends the lease. The pool may unload the model from now on."""
+        """Ends the lease, so the pool may unload the model."""
         if not self._is_released:
             self._is_released = True
             if self._replica is not None:
@@ -182,11 +182,11 @@ class ModelPool:
     """The models of a router (a `ModelCatalog`).
 
     Args:
-        specs: The models; requests that name none mean the first.
+        specs: The models; requests that name none get the first.
         start: Starts the process of a model.
         budget: Maximum bytes of all loaded models together.
-        max_waiting: Maximum requests that wait for one model to be loaded.
-        patience: Seconds that a load waits for requests on other models to leave it room.
+        max_waiting: Maximum requests that may wait for one model to load.
+        patience: Seconds that a load waits for other models to become idle.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class ModelPool:
             lease.release()
 
     async def unload(self, name: str) -> None:
-        """See `ModelCatalog`. A pinned model, too, is unloaded when it is asked for by name."""
+        """See `ModelCatalog`. Unloads pinned models too, because the caller named this one."""
         model = self.find(name)
         while model.loading is not None or model.num_requests:
             if model.num_requests:
@@ -252,11 +252,11 @@ class ModelPool:
                     return
 
     def begin_loading(self, model: PooledModel) -> None:
-        """Loads a model, without waiting for it."""
+        """Starts loading a model, without waiting."""
         self._spawn(_quietly(self.load(model.name)))
 
     def begin_unloading(self, model: PooledModel) -> None:
-        """Unloads a model when its requests have ended, without waiting for it."""
+        """Unloads a model once its requests have ended, without waiting."""
         self._spawn(self.unload(model.name))
 
     def set_keep_alive(self, name: str, seconds: float | None) -> None:
@@ -349,7 +349,7 @@ class ModelPool:
             assert loading is not None
             model.num_waiting += 1
             try:
-                # All requests share one load. It goes on if some of them disconnect.
+                # All requests share one load, which continues if some of them disconnect.
                 await asyncio.wait({loading})
             finally:
                 model.num_waiting -= 1
@@ -374,7 +374,7 @@ class ModelPool:
     # Loading.
 
     def _begin_loading(self, model: PooledModel) -> None:
-        def end(_: object) -> None:  # It runs before those that wait for the task go on.
+        def end(_: object) -> None:  # Runs before the tasks that await this one resume.
             model.loading = None
             self._plan_end(model)
 
@@ -386,7 +386,7 @@ class ModelPool:
         began = time.monotonic()
         model.failure = None
         try:
-            model.files.check()  # No other model must go for one that cannot be loaded.
+            model.files.check()  # Unload no other model for one that cannot be loaded.
             if model.stopping is not None:
                 await asyncio.wait({model.stopping})
             process = await self._start_in_room(model)
@@ -417,12 +417,12 @@ class ModelPool:
         return unavailable(f"the model {model.name!r} was unloaded", "unloaded")
 
     async def _start_in_room(self, model: PooledModel) -> ServingProcess:
-        """Starts the process of a model once there is room for it.
+        """Starts a model's process once there is room for it.
 
-        It waits for models that are being loaded, and a moment for requests to end.
+        Waits for models that are loading, and briefly for requests to end.
 
         Raises:
-            ApiError: 503 or 507, it does not fit next to those that must stay.
+            ApiError: 503 or 507, it does not fit beside the models that must stay.
         """
         give_up_at = time.monotonic() + self._patience
         while True:
@@ -443,10 +443,10 @@ class ModelPool:
         """Unloads idle models, least recently used first, until a model fits.
 
         Returns:
-            The models in use that leave it no room; none: it fits.
+            The models in use that leave it no room; empty if it fits.
 
         Raises:
-            ApiError: 507, it does not fit next to the pinned ones.
+            ApiError: 507, it does not fit beside the pinned ones.
         """
         while self._in_use(model) + model.memory > self.budget:
             if not self._fits_beside_pinned(model):
@@ -479,7 +479,7 @@ class ModelPool:
         return sum(m.memory for m in self.models if m.process is not None and m is not other_than)
 
     def _fits_beside_pinned(self, model: PooledModel) -> bool:
-        """True if a model fits once all others are unloaded that may be."""
+        """True if a model fits once every unpinned one is unloaded."""
         others = (m for m in self.models if m.process is not None and m is not model)
         return sum(m.memory for m in others if m.spec.pinned) + model.memory <= self.budget
 
@@ -541,11 +541,11 @@ class ModelPool:
         finally:
             model.process = model.stopping = None
 
-    # The end.
+    # Shutdown.
 
     def drain(self) -> None:
-        """Stops loading models. Requests that wait for one get 503."""
-        if not self._is_closing:  # A second time would break off the end of their processes.
+        """Stops loading models. Requests waiting for one get 503."""
+        if not self._is_closing:  # A second cancel would interrupt the stop of their processes.
             self._is_closing = True
             for model in self.models:
                 if model.loading is not None:
@@ -574,12 +574,12 @@ class ModelPool:
 
 
 async def _quietly(loading: Coroutine[Any, Any, None]) -> None:
-    with contextlib.suppress(ApiError):  # The model's state tells of a failure.
+    with contextlib.suppress(ApiError):  # The model's state shows the failure.
         await loading
 
 
 async def _any_unused(models: Iterable[PooledModel], seconds: float) -> bool:
-    """Waits until the last request has ended on one of some models; False: it takes too long."""
+    """Waits until one of some models has no requests; False if that takes too long."""
     ends = [asyncio.ensure_future(m.unused.wait()) for m in models]
     try:
         limit = max(0.0, seconds)

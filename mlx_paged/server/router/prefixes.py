@@ -1,8 +1,8 @@
-"""PrefixIndex: what a replica has probably cached, known without tokenizing.
+"""PrefixIndex: estimates what a replica has cached, without tokenizing.
 
-A request's text is cut into chunks, and each beginning that ends with a chunk has a digest. A
-replica's index remembers the digests of the requests that were sent to it, so it is a prefix tree
-whose nodes are found by their digests. It is approximate: the replica may have evicted a prefix.
+A request's text is cut into chunks, and every prefix that ends at a chunk gets a digest. An index
+holds the digests of all requests sent to one replica: a prefix tree whose nodes are looked up by
+digest. It is approximate, because the replica may have evicted a prefix.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pydantic_core import to_json
 
 # Minimum bytes of a chunk: about a block of tokens.
 _MIN_CHUNK = 64
-# A chunk has this part of the text before it, so a long conversation has a few hundred chunks.
+# A chunk grows to 1/_GROWTH of the text before it, so a long conversation has a few hundred.
 _GROWTH = 64
 _DIGEST_BYTES = 8
-# Fields of a body that its prompt begins with, in the order in which templates render them.
+# Body fields that form the prompt, in the order in which chat templates render them.
 _FIELDS = (
     *("model", "cache_salt", "chat_template_kwargs", "tools", "system", "instructions"),
     *("prompt", "input", "messages"),
@@ -29,12 +29,12 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Prefix:
-    """The beginnings of one request's text.
+    """The chunked text of one request.
 
     Attributes:
-        digests: Digest of each beginning that ends with a chunk, from the shortest to the longest.
-        ends: Bytes of each of these beginnings.
-        num_bytes: Bytes of the whole text.
+        digests: Digest of each prefix that ends at a chunk, shortest first.
+        ends: Length of each of these prefixes in bytes.
+        num_bytes: Length of the whole text in bytes.
     """
 
     digests: Sequence[bytes]
@@ -42,22 +42,22 @@ class Prefix:
     num_bytes: int
 
     def share(self, num_chunks: int) -> float:
-        """Returns the share of the text, from 0 to 1, that its first chunks have."""
+        """Returns the share of the text, from 0 to 1, that its first `num_chunks` chunks cover."""
         return self.ends[num_chunks - 1] / self.num_bytes if num_chunks else 0.0
 
 
 def prefix_of(body: dict[str, Any]) -> Prefix:
-    """Returns the beginnings of a request's text.
+    """Chunks the text of a request.
 
     Args:
-        body: A request of any API. Its model and salt are part of the text, as they are of the
-            identity of KV blocks.
+        body: The body of any API. Model and salt are part of the text, because KV blocks depend on
+            them too.
     """
     parts = []
     for name in _FIELDS:
         value = body.get(name)
         if value is not None:
-            # A longer list of messages goes on where the bracket would be.
+            # A longer list of messages continues where the bracket would be.
             parts.append(name.encode() + to_json(value).removesuffix(b"]"))
     return _cut(b"\0".join(parts))
 
@@ -79,7 +79,7 @@ class PrefixIndex:
     """The prefixes that one replica has computed.
 
     Args:
-        capacity: Maximum chunks; the ends of the least recently used prefixes go first.
+        capacity: Maximum chunks; evicts the tails of the least recently used prefixes first.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -90,15 +90,15 @@ class PrefixIndex:
         return len(self._digests)
 
     def match(self, prefix: Prefix) -> int:
-        """Returns how many chunks at the beginning of a text are known."""
+        """Returns the number of leading chunks of a text that are known."""
         for index, digest in enumerate(prefix.digests):
             if digest not in self._digests:
                 return index
         return len(prefix.digests)
 
     def add(self, prefix: Prefix) -> None:
-        """Remembers a text that the replica computes."""
-        for digest in reversed(prefix.digests):  # A beginning is used later than what follows it.
+        """Adds a text that the replica is about to compute."""
+        for digest in reversed(prefix.digests):  # Shorter prefixes are evicted last.
             self._digests[digest] = None
             self._digests.move_to_end(digest)
         while len(self._digests) > self._capacity:

@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 #: Called with an account number and the tokens that it used.
 OnUsed = Callable[[int, int], None]
-#: Called with a process and how many responses it generates without a request, when that changes.
+#: Called with a process and its number of background responses whenever that changes.
 OnBackground = Callable[[Replica, int], None]
 
-#: Environment variable with a replica's number, which its log lines have.
+#: Environment variable: the replica's number, for its log lines.
 REPLICA = "MLX_PAGED_REPLICA"
 
-# Seconds to wait for a process to exit after its requests have finished, before it is killed.
-_GRACE = 10.0
+# Seconds for a process to exit after its requests have finished, before it is killed.
+_EXIT_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A process's report about the model that it has loaded.
+    """A process's report about its loaded model.
 
     Attributes:
         memory: Bytes of the process: weights, the whole KV cache, and the interpreter.
@@ -56,27 +56,27 @@ class ProcessFailedError(Exception):
 
 
 class ServingProcess(Protocol):
-    """A process that serves one model, or several that serve it together (`ReplicaSet`)."""
+    """A process that serves one model, or several that share it (`ReplicaSet`)."""
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The processes that take requests now."""
+        """The processes that accept requests now."""
 
     async def choose(self, request: RoutedRequest) -> Replica:
         """Returns the process that answers a request.
 
         Raises:
-            ApiError: 503, none runs now.
+            ApiError: 503, none is running.
         """
 
     def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
-        """Combines metrics that processes have answered, in Prometheus's text format."""
+        """Combines the metrics of processes, which are in Prometheus's text format."""
 
     async def loaded(self) -> LoadedModel:
         """Waits until the model is loaded.
 
         Raises:
-            ProcessFailedError: It gives the reason.
+            ProcessFailedError: Loading failed; the message says why.
         """
 
     async def ended(self) -> str:
@@ -99,8 +99,8 @@ class ModelProcess:
     Attributes:
         socket: The Unix domain socket that it listens on.
 
-    The child reads its options from stdin, whose end tells it that the router has ended. Its stdout
-    is described in `link`.
+    The child reads its options from stdin; end of file tells it that the router is gone. `link`
+    describes its stdout.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ModelProcess:
             socket: Path of the socket that it will listen on.
             on_used: See its type.
             on_background: See its type.
-            environment: Variables that it has besides those of this process.
+            environment: Variables to add to those of this process.
         """
         # Same sys.path as here, without the working directory.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
@@ -140,8 +140,8 @@ class ModelProcess:
             environment={**os.environ, **environment},
             stdin=PIPE,
             stdout=PIPE,
-            # Ctrl-C is for the router, which ends its children in order. No session of its own:
-            # Linux divides processors between sessions, and let the router wait for seconds.
+            # Ctrl-C is for the router, which shuts its children down. Not a new session: Linux
+            # shares processors between sessions, which stalled the router for seconds.
             process_group=0,
         )
         started = cls(process, socket, on_used, on_background)
@@ -165,17 +165,17 @@ class ModelProcess:
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""
-        told = await asyncio.shield(self._loaded)
-        if told is None:
+        report = await asyncio.shield(self._loaded)
+        if report is None:
             how = await self.ended()
             raise ProcessFailedError(f"its process ended while it was loading ({how})")
-        if "failure" in told:
-            raise ProcessFailedError(told["failure"])
+        if "failure" in report:
+            raise ProcessFailedError(report["failure"])
         return LoadedModel(
-            told["memory"],
-            told["max_model_len"],
-            tuple(told["input_modalities"]),
-            tuple(told["adapters"]),
+            report["memory"],
+            report["max_model_len"],
+            tuple(report["input_modalities"]),
+            tuple(report["adapters"]),
         )
 
     async def ended(self) -> str:
@@ -184,18 +184,18 @@ class ModelProcess:
         if status >= 0:
             return f"exit status {status}"
         name = signal.Signals(-status).name
-        # Nothing else of the system ends a process this way.
+        # Otherwise only the kernel sends SIGKILL, when memory runs out.
         return f"{name}: the system may be short of memory" if name == "SIGKILL" else name
 
     async def stop(self, drain_timeout: float) -> None:
         """See `ServingProcess`."""
         ending = asyncio.ensure_future(self.ended())
         self._process.send_signal(signal.SIGTERM)
-        if drain_timeout == 0:  # The second signal ends running requests, too.
+        if drain_timeout == 0:  # A second signal aborts running requests.
             self._process.send_signal(signal.SIGINT)
-        done, _ = await asyncio.wait({ending}, timeout=drain_timeout + _GRACE)
+        done, _ = await asyncio.wait({ending}, timeout=drain_timeout + _EXIT_TIMEOUT)
         if not done:
-            logger.warning("process %d does not end: it is killed", self._process.pid)
+            logger.warning("process %d does not exit and is killed", self._process.pid)
             self.kill()
         await ending
         self._listening.cancel()
@@ -210,14 +210,14 @@ class ModelProcess:
         assert self._process.stdout is not None
         try:
             async for line in self._process.stdout:
-                told = json.loads(line)
+                report = json.loads(line)
                 if not self._loaded.done():
-                    self._loaded.set_result(told)
-                for account, num_tokens in told.get("used", {}).items():
+                    self._loaded.set_result(report)
+                for account, num_tokens in report.get("used", {}).items():
                     self._on_used(int(account), num_tokens)
-                if "background" in told:
-                    self._on_background(self._replica, told["background"])
-        finally:  # `stop` may cancel this first.
+                if "background" in report:
+                    self._on_background(self._replica, report["background"])
+        finally:  # Also when `stop` cancels this task.
             self._on_background(self._replica, 0)
         if not self._loaded.done():
             self._loaded.set_result(None)

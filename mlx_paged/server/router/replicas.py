@@ -1,4 +1,4 @@
-"""ReplicaSet: several processes that serve one model, each started again when it dies."""
+"""ReplicaSet: several processes that serve one model and are restarted when they die."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from mlx_paged.server.router.transport import Upstream, UpstreamError
 
 logger = logging.getLogger(__name__)
 
-#: Starts the process of the replica with a number.
+#: Starts the process of a replica, given its number.
 Start = Callable[[int], Awaitable[ServingProcess]]
 
-# Seconds until a replica that has ended is started again. They double each time, up to the second
-# number, and begin anew when it has run for the third.
+# Restart backoff in seconds: the first delay, the maximum after doubling, and the run time after
+# which a replica starts over with the first.
 _FIRST_DELAY, _MAX_DELAY, _STABLE = 1.0, 60.0, 60.0
-# Seconds for a replica to say whether it has a stored response.
-_TO_ASK = 10.0
+# Seconds for a replica to answer whether it has a stored response.
+_QUERY_TIMEOUT = 10.0
 
 
 class _Place:
-    """One of the replicas, from process to process.
+    """The place of one replica, which its processes fill one after another.
 
     Attributes:
-        process: The last one that was started; None before the first.
-        replica: The running one; None while there is none that has loaded the model.
-        loaded: Set when the first process has loaded the model, or could not.
-        num_restarts: Times that it has been started again.
-        next_start: `time.monotonic` of the next start, while it waits for that.
-        failure: How the last process ended.
+        process: The latest process; None before the first.
+        replica: The running replica; None while no process has loaded the model.
+        loaded: Done once the first process has loaded the model, or failed to.
+        num_restarts: Number of restarts so far.
+        next_start: `time.monotonic` of the next restart, while waiting for it.
+        failure: How the latest process ended.
     """
 
     def __init__(self, number: int) -> None:
@@ -55,13 +55,13 @@ class _Place:
 
 
 class ReplicaSet:
-    """See `ServingProcess`. It is loaded when all replicas are, and lives until it is stopped.
+    """See `ServingProcess`. Loaded once all replicas are; runs until it is stopped.
 
-    While a replica is down, its requests have failed, and new ones go to the others.
+    When a replica dies, its requests fail, and new ones go to the others.
 
     Args:
         spec: The model.
-        start: Called for each replica, and again when that has ended.
+        start: Called for each replica, and again after it has ended.
     """
 
     def __init__(self, spec: ModelSpec, start: Start) -> None:
@@ -95,7 +95,7 @@ class ReplicaSet:
         return self._placement.choose(replicas, request, owner if owner in replicas else None)
 
     async def _owner(self, response_id: str | None) -> Replica | None:
-        """Returns the replica that has a stored response; None: none has it."""
+        """Returns the replica that holds a stored response, or None."""
         if response_id is None:
             return None
         replicas = self.replicas
@@ -103,7 +103,7 @@ class ReplicaSet:
         return next((r for r, has in zip(replicas, answers, strict=True) if has), None)
 
     def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
-        """See `ServingProcess`. Adds those of the replicas as such."""
+        """See `ServingProcess`. Adds metrics about the replicas themselves."""
         for replica in self.replicas:
             if replica in texts:
                 self._metrics.update(replica, texts[replica])
@@ -143,7 +143,7 @@ class ReplicaSet:
         return replace(reports[0], memory=memory)
 
     async def ended(self) -> str:
-        """See `ServingProcess`. Only `stop` ends it."""
+        """See `ServingProcess`. Returns only after `stop`."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, drain_timeout: float) -> None:
@@ -163,7 +163,7 @@ class ReplicaSet:
                 place.process.kill()
 
     async def _keep(self, place: _Place) -> None:
-        """Runs a replica, and starts it again whenever it has ended."""
+        """Runs a replica, and restarts it whenever it ends."""
         delay = _FIRST_DELAY
         while True:
             began = time.monotonic()
@@ -171,11 +171,11 @@ class ReplicaSet:
             if not place.loaded.done():
                 place.loaded.set_exception(ProcessFailedError(place.failure))
             if place.loaded.exception() is not None:
-                return  # A model that cannot be loaded in the beginning is wrong.
+                return  # A model that never loaded would not load the next time either.
             if time.monotonic() - began >= _STABLE:
                 delay = _FIRST_DELAY
             logger.error(
-                "replica %d of the model %s failed: %s; it is started again in %g s",
+                "replica %d of the model %s failed: %s; it restarts in %g s",
                 place.number, self._spec.name, place.failure, delay,
             )  # fmt: skip
             place.next_start = time.monotonic() + delay
@@ -203,7 +203,7 @@ class ReplicaSet:
             place.replica = None
             self._metrics.end(running)
         if place.process is not None:
-            await place.process.stop(0.0)  # Removes what a dead process has left.
+            await place.process.stop(0.0)  # Removes the socket of a dead process.
 
 
 async def _has(replica: Replica, response_id: str) -> bool:
@@ -213,7 +213,7 @@ async def _has(replica: Replica, response_id: str) -> bool:
     upstream = None
     with suppress(TimeoutError, UpstreamError):
         try:
-            async with asyncio.timeout(_TO_ASK):
+            async with asyncio.timeout(_QUERY_TIMEOUT):
                 upstream = await Upstream.send(replica.socket, "GET", target, headers, b"")
                 return upstream.status == 200
         finally:

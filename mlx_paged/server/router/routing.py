@@ -1,16 +1,16 @@
-"""Placement: chooses the replica of a model that answers a request.
+"""Placement: chooses the replica that answers a request.
 
 The first rule that finds a replica decides:
 
-1. **stored**: the replica that holds the response which the request continues; see `replicas`.
-2. **session**: the replica that had the session before.
-3. **prefix**: the replica with the longest cached prefix.
-4. **load**: the replica with the fewest requests; among these the one with the longest cached
-   prefix, then the one that has cached least.
+1. **stored**: it holds the response that the request continues; see `replicas`.
+2. **session**: it served the session before.
+3. **prefix**: it has the longest cached prefix.
+4. **load**: it has the fewest requests; ties go to the longest cached prefix, then to the replica
+   that has cached least.
 
-A prefix counts if it is at least `MIN_SHARE` of the text. The second and the third rule pass over
-an overloaded replica: one that has more than `OVERLOAD_FACTOR` times the requests of the least
-loaded one and `OVERLOAD_REQUESTS` on top.
+A prefix counts if it covers at least `MIN_SHARE` of the text. Rules 2 and 3 skip overloaded
+replicas: those with more than `OVERLOAD_FACTOR` times the requests of the least loaded one, plus
+`OVERLOAD_REQUESTS`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ OVERLOAD_REQUESTS = 4
 MIN_SHARE = 0.25
 #: The header that names a session.
 SESSION_HEADER = "x-session-id"
-# Fields of a body that name a session, the most specific one first.
+# Body fields that name a session, most specific first.
 _SESSION_FIELDS = ("prompt_cache_key", "user")
-# Bytes of a body that take a millisecond to parse and hash.
+# Bytes of a body that take about a millisecond to parse and hash.
 _LONG_BODY = 1 << 18
 _MAX_SESSIONS = 1 << 14
 _MAX_NAME = 512
 
 
 class Reason(StrEnum):
-    """The rule that has chosen a replica."""
+    """The rule that chose a replica."""
 
     STORED = "stored"
     SESSION = "session"
@@ -56,9 +56,9 @@ class Replica:
 
     Attributes:
         socket: The Unix domain socket that it listens on.
-        number: Its place among the model's processes. One that is started again keeps it.
-        num_requests: Requests that were sent to it and have not ended.
-        prefixes: What it has cached.
+        number: Its index among the model's processes, kept across restarts.
+        num_requests: Its unfinished requests.
+        prefixes: Estimate of what it has cached.
     """
 
     socket: Path
@@ -68,9 +68,9 @@ class Replica:
 
 
 class RoutedRequest:
-    """A request, as far as it matters to placement. Its body is parsed when it is first needed.
+    """The parts of a request that matter to placement. Parses the body lazily.
 
-    The event loop calls `prepare` before it reads anything else.
+    Await `prepare` before using any property.
 
     Args:
         headers: With names in lower case.
@@ -81,7 +81,7 @@ class RoutedRequest:
         self._headers, self._bytes = headers, body
 
     async def prepare(self) -> None:
-        """Parses and hashes a long body on a thread, so that other streams go on meanwhile."""
+        """Parses and hashes a long body on a thread, so that other streams continue meanwhile."""
         if len(self._bytes) > _LONG_BODY:
             await asyncio.to_thread(getattr, self, "prefix")
 
@@ -89,18 +89,18 @@ class RoutedRequest:
     def _body(self) -> dict[str, Any]:
         try:
             body = from_json(self._bytes)
-        except ValueError:  # The process that gets it says what is wrong.
+        except ValueError:  # The model's process reports what is wrong.
             return {}
         return body if isinstance(body, dict) else {}
 
     @cached_property
     def prefix(self) -> Prefix:
-        """The beginnings of its text."""
+        """Its chunked text."""
         return prefix_of(self._body)
 
     @property
     def session(self) -> str | None:
-        """The name of its session: a header, a cache key, or a user; None: it has none."""
+        """The name of its session: from a header, a cache key or a user; None if it has none."""
         metadata = self._body.get("metadata")  # Anthropic's place for the user
         names = (
             self._headers.get(SESSION_HEADER),
@@ -111,7 +111,7 @@ class RoutedRequest:
 
     @property
     def previous_response_id(self) -> str | None:
-        """The stored response that it continues; None: it continues none."""
+        """Id of the stored response that it continues, or None."""
         given = self._body.get("previous_response_id")
         return given if isinstance(given, str) and given else None
 
@@ -120,21 +120,21 @@ class Placement:
     """Chooses among replicas, and remembers the sessions.
 
     Attributes:
-        counts: Number of requests that each rule has placed.
+        counts: Number of requests placed by each rule.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[Reason] = Counter()
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # to the replica's number
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # session -> replica number
 
     def choose(
         self, replicas: Sequence[Replica], request: RoutedRequest, owner: Replica | None = None
     ) -> Replica:
-        """Returns the replica for a request, and notes that the request's text is cached there.
+        """Returns the replica for a request, and records that it will cache the request's text.
 
         Args:
-            replicas: Those that run; at least one.
-            owner: The replica that holds the state which the request needs; None: any will do.
+            replicas: The running ones; at least one.
+            owner: The replica that holds state the request needs; None: any will do.
         """
         chosen, reason = self._chosen(replicas, request, owner)
         self.counts[reason] += 1
@@ -171,6 +171,6 @@ class Placement:
 
 
 def _match(replica: Replica, prefix: Prefix) -> int:
-    """Returns how many chunks of a text a replica has cached; 0 if they are a small part."""
+    """Returns the number of chunks that a replica has cached; 0 if they are too small a share."""
     num_chunks = replica.prefixes.match(prefix)
     return num_chunks if prefix.share(num_chunks) >= MIN_SHARE else 0

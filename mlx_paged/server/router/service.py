@@ -36,7 +36,7 @@ class RouterService:
         max_waiting: See `ModelPool`.
     """
 
-    is_loading = False  # Processes of their own do.
+    is_loading = False  # Only the model processes load.
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RouterService:
         budget: int,
         max_waiting: int = 1024,
     ) -> None:
-        # Private to this user, and short: paths of Unix sockets have about 100 bytes.
+        # Private to this user, and short: a Unix socket's path is limited to about 100 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="mlx-paged-"))
         self._numbers = itertools.count()
         self._background: dict[Replica, list[Lease]] = {}
@@ -73,7 +73,7 @@ class RouterService:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def watch(self, address: str) -> int | None:
-        """Preloads models. The router keeps running if one of several fails."""
+        """Preloads models. Keeps running if one of several fails."""
         self._context.is_preloading = True
         names = ", ".join(model.name for model in self._pool.models)
         budget = self._pool.budget / _GIB
@@ -95,7 +95,7 @@ class RouterService:
         return await start(0) if spec.num_replicas == 1 else ReplicaSet(spec, start)
 
     async def _start_one(self, entry: str, spec: ModelSpec, number: int) -> ModelProcess:
-        """Starts the process of a model's replica with a number."""
+        """Starts the process of one replica."""
         socket = self._folder / f"{next(self._numbers)}.sock"
         environment = dict(spec.environments[number])
         if spec.num_replicas > 1:
@@ -106,7 +106,7 @@ class RouterService:
         )
 
     def _hold(self, name: str, replica: Replica, count: int) -> None:
-        """Keeps a lease of a model for each response that a replica runs in the background."""
+        """Holds one lease per background response of a replica, so the model stays loaded."""
         leases = self._background.setdefault(replica, [])
         while len(leases) < count:
             lease = self._pool.lease(name)

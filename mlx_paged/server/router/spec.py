@@ -25,11 +25,11 @@ class ModelSpec:
         pinned: Never unload it to make room or for idleness.
         preload: Load it when the server starts.
         ttl: Seconds without requests after which it is unloaded; None: no limit.
-        adapters: Names of the adapters of its options.
+        adapters: Names of the adapters in its options.
         max_num_seqs: Maximum sequences that it runs at once.
-        launch: Options for its process, as bytes that `ModelProcess` passes on.
-        environments: Environment variables of each of its processes; more than one: replicas.
-        has_own_devices: True if each replica has a device, whose memory the others do not use.
+        launch: Options for its process, as opaque bytes that `ModelProcess` passes on.
+        environments: Environment variables of each process; more than one means replicas.
+        has_own_devices: True if each replica has a device of its own, with its own memory.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ModelSpec:
 
     @property
     def num_copies(self) -> int:
-        """Number of processes that share the memory of one device."""
+        """Number of processes that share one device's memory."""
         return 1 if self.has_own_devices else self.num_replicas
 
     @property
@@ -62,15 +62,15 @@ class ModelSpec:
 
 
 def check_names(specs: tuple[ModelSpec, ...]) -> None:
-    """Refuses a name that means two models.
+    """Refuses a name that refers to two models.
 
     Raises:
-        InvalidParameterError: It names the second one.
+        InvalidParameterError: A name is reserved, or already belongs to another model.
     """
     owners: dict[str, ModelSpec] = {}
     for spec in specs:
         for name in (spec.name, *spec.aliases, *spec.adapters):
             if name in DEFAULT_NAMES:
-                raise InvalidParameterError("model", "named other than 'default'", name)
+                raise InvalidParameterError("model", "a name other than 'default'", name)
             if owners.setdefault(name, spec) is not spec:
-                raise InvalidParameterError("model", "of names that no other model has", name)
+                raise InvalidParameterError("model", "a name that no other model has", name)

@@ -18,7 +18,7 @@ class UpstreamError(Exception):
 
 
 class Upstream:
-    """A response whose head has arrived. `chunks` yields the body.
+    """A response whose headers have arrived. `chunks` yields the body.
 
     Attributes:
         status: Its status.
@@ -37,7 +37,7 @@ class Upstream:
     async def send(
         cls, socket: Path, method: str, target: str, headers: Iterable[Header], body: bytes
     ) -> Upstream:
-        """Sends a request, and waits for the head of its response.
+        """Sends a request, and waits for the response headers.
 
         Args:
             target: Path and query, encoded.
@@ -67,7 +67,7 @@ class Upstream:
         """Yields the body as it arrives.
 
         Raises:
-            UpstreamError: It breaks off.
+            UpstreamError: The connection closes early.
         """
         while True:
             if self._body:
@@ -98,20 +98,20 @@ class Upstream:
     # The parser's callbacks.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header."""
+        """Stores a header."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Takes the end of a head; one of status 1xx announces another."""
+        """Notes the end of the headers; a 1xx status announces another response."""
         self.status = self._parser.get_status_code()
         self._has_head = self.status >= 200
 
     def on_body(self, body: bytes) -> None:
-        """Takes a part of the body."""
+        """Stores a part of the body."""
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """Takes the end of a response."""
+        """Notes the end of a response."""
         if self._has_head:
             self._is_complete = True
         else:

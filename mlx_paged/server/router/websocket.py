@@ -1,7 +1,7 @@
-"""Tunnels the WebSocket of `/v1/responses` to the process of the model that it names first.
+"""Tunnels the WebSocket of `/v1/responses` to the process of the model in its first message.
 
-The model stays loaded while the connection is open. Its process answers the messages, and ends the
-connection when its time is over or the server shuts down (`responses_api.websocket`).
+The model stays loaded while the connection is open. Its process answers the messages, and closes
+the connection after its time limit or at shutdown (`responses_api.websocket`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mlx_paged.server.router.routing import RoutedRequest
 from mlx_paged.server.websocket import IDLE_SINCE
 
 _GOING_AWAY, _FAILED = 1001, 1011
-# The beginning of the last event of a turn.
+# Matches the last event of a turn.
 _LAST = re.compile(r'\{"type":\s*"(?:error|response\.(?:completed|incomplete|failed))"')
-# Headers of the handshake that name the client's span.
+# Handshake headers that name the client's span.
 _CARRIED = (b"traceparent", b"tracestate")
 
 
@@ -60,10 +60,10 @@ class _Tunnel:
         self._num_turns = 0  # begun, and not ended
 
     async def run(self) -> None:
-        """Returns when the connection has ended.
+        """Serves the connection until it ends.
 
         Raises:
-            WebSocketDisconnect: The client left while something was sent.
+            WebSocketDisconnect: The client left during a send.
         """
         reading = asyncio.create_task(self._read())
         working = asyncio.create_task(self._work())
@@ -112,7 +112,7 @@ class _Tunnel:
         return message
 
     async def _work(self) -> None:
-        """Connects the process of the model, and passes messages in both directions."""
+        """Connects to the model's process, and forwards messages in both directions."""
         while True:
             self._note_idleness()
             message = await self._first()
@@ -238,7 +238,7 @@ class _Tunnel:
         """Counts a turn; the process reports its tokens.
 
         Raises:
-            ApiError: 429, the client's allowance is used up.
+            ApiError: 429, the client has used up its rate limit.
         """
         budget = budget_of(self._socket.scope)
         if budget is not None:

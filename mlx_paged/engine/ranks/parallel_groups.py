@@ -1,6 +1,6 @@
-"""Collectives: MLX's groups of one rank, for each way in which a model is divided.
+"""ParallelGroups: the process groups of one rank, for tensor and for pipeline parallelism.
 
-Ranks have vLLM's numbers: those that share the layers of a stage follow each other.
+Ranks are numbered as in vLLM: those that share the layers of a stage are adjacent.
 
     tensor_parallel_size 2, pipeline_parallel_size 2
 
@@ -23,13 +23,13 @@ from mlx_paged.model.pipeline import divide_layers
 from mlx_paged.model.sharding import shard
 
 
-class Collectives(NamedTuple):
+class ParallelGroups(NamedTuple):
     """The groups of this rank.
 
     Attributes:
         world: All ranks.
-        tensor: Those that share its layers; None: it has whole layers.
-        pipeline: One of each stage, in the order of their layers; None: there is one stage.
+        tensor: Ranks that share this rank's layers; None if it holds whole layers.
+        pipeline: One rank per stage, in layer order; None with a single stage.
     """
 
     world: mx.distributed.Group
@@ -43,14 +43,14 @@ class Collectives(NamedTuple):
         tensor_parallel_size: int,
         hosts: Sequence[str],
         wait: Wait = wait_here,
-    ) -> Collectives:
+    ) -> ParallelGroups:
         """Connects the groups. Every rank must call it.
 
         Args:
             hosts, wait: See `launch.split`.
 
         Raises:
-            InvalidParameterError: MLX's back end has no groups of some ranks.
+            InvalidParameterError: MLX's back end cannot split a group.
         """
         if tensor_parallel_size == 1:
             return cls(world, None, world)
@@ -63,7 +63,7 @@ class Collectives(NamedTuple):
         return cls(world, tensor, pipeline)
 
     def divide(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Keeps this rank's part of a model's weights; evaluates none.
+        """Reduces a model to this rank's part of the weights, without evaluating them.
 
         Raises:
             UnsupportedModelError: See `shard` and `divide_layers`.
