@@ -280,7 +280,7 @@ inline void tile_rows(
 // Computes prefill's scores of the tile that contains the token at `first` in it.
 inline void score_rows(
     const Layout& at, const State& state, int first, int count, const float* const* rows,
-    float* scratch) {
+    [[maybe_unused]] float* scratch) {
 #if defined(__AVX512F__)
   float* keys = scratch + at.transposed;
   for (int begin = first / kTransposed * kTransposed; begin < first + count; begin += kTransposed) {
