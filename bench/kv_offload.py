@@ -144,7 +144,7 @@ def answer(
 
 
 def child(role: str, name: str, num_tokens: int, folder: str) -> None:
-    """One engine in a process of its own; prints what it measured."""
+    """One engine in its own process; prints what it measured."""
     llm = load(name, kv_offload_dir=folder, kv_cache_memory=3 << 30, max_model_len=8192)
     offloading = llm.engine._offloading
     assert offloading is not None

@@ -10,7 +10,7 @@ python bench/llama_cpp.py --docs                                  # writes the t
 
 A cell is SHAPE/FORMAT/THREADS/WHAT. A process has as many cores as threads. llama.cpp is built and
 the checkpoints are written once (`--cache`). Cells of earlier runs are kept; processors with AMX,
-those with AVX2 only, and others have tables of their own. WHAT is
+those with AVX2 only, and others have their own tables. WHAT is
 
 - decode-N: tokens/s of N sequences after 128 tokens. Ours: whole calls of `LLM.generate` with
   cached prompts; the time of a call for 41 tokens minus that of one for 9. Theirs does not sample.

@@ -11,7 +11,7 @@ BEGIN, END = "<!-- llama_cpp.py: begin -->", "<!-- llama_cpp.py: end -->"
 TITLES = {"1b": "Llama-3.2-1B's shape", "135m": "SmolLM2-135M's shape", "tiny": "a tiny shape"}
 PAIRS = {"f32": "float32, f32", "bf16": "bfloat16, bf16", "8bit": "8 bits, q8_0",
          "4bit": "4 bits, q4_0"}  # fmt: skip
-# Results of each kind of processor (`llama_peer.processor_kind`) have tables of their own. The kind
+# Results of each kind of processor (`llama_peer.processor_kind`) have their own tables. The kind
 # ends the keys of cells: "1b/4bit/2/prefill@amx".
 KINDS = {"": "Processors without AMX", "avx2": "Processors with AVX2 only",
          "amx": "Processors with AMX"}  # fmt: skip

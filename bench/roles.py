@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     role = "decode" if options.address else None
     engine = Engine(load(options.path), config_of(options, role))
     run = Load(engine)
-    for name in ("warm-up", "alone"):  # each with a prompt of its own
+    for name in ("warm-up", "alone"):  # each with its own prompt
         [prompt, *_] = prompts_of(options, engine.vocab_size, seed=len(name))
         run.add(name, prompt, ANSWER)
         while engine.has_unfinished:

@@ -139,7 +139,7 @@ def servers(vllm_mlx: str | None, no_end: dict[str, float]) -> list[Server]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--vllm-mlx", help="its command, in an environment of its own")
+    parser.add_argument("--vllm-mlx", help="its command, in its own environment")
     parser.add_argument("--blas", default=ctypes.util.find_library("openblas"))
     parser.add_argument("--no-save", dest="save", action="store_false")
     options = parser.parse_args()

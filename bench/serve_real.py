@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="ShareGPT's JSON")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--vllm-mlx", help="its command, in an environment of its own")
+    parser.add_argument("--vllm-mlx", help="its command, in its own environment")
     parser.add_argument("--no-llama", dest="llama", action="store_false")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache/mlx_paged-bench")
     parser.add_argument("--blas", default=ctypes.util.find_library("openblas"))

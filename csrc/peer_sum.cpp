@@ -19,8 +19,8 @@ namespace mlx_paged {
 
 namespace {
 
-// If all ranks' arrays together have more bytes, each rank sums a part: it reads less, but waits
-// twice. Two ranks would read as much.
+// Above this total size of all ranks' arrays, each rank sums only a part: less to read, but two
+// waits. With two ranks there is nothing to save.
 constexpr int64_t kDividedBytes = 2 << 20;
 
 struct Peers {
@@ -28,8 +28,8 @@ struct Peers {
   mx::array rounds;
 };
 
-// By MLX's group, which is kept so that no other one gets its address. Never destroyed, because
-// CUDA may be torn down before static objects are.
+// Keyed by the address of MLX's group, which is kept alive so that no other one can reuse it. Never
+// destroyed, because CUDA may be torn down before static objects are.
 std::map<const void*, std::pair<mx::distributed::Group, Peers>>& peers() {
   static auto* all = new std::map<const void*, std::pair<mx::distributed::Group, Peers>>;
   return *all;

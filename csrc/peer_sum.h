@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Sums over the ranks of a group on one machine, by a kernel that reads the memory of all their
-// GPUs (cuda/kernels/peer_sum.h). It is one launch of a step, so a captured step contains its sums.
+// All-reduce over the ranks of one machine, by a kernel that reads the memory of all their GPUs
+// (cuda/kernels/peer_sum.h). Each is one launch, so captured steps include their all-reduces.
 
 #pragma once
 
@@ -18,13 +18,13 @@ namespace mlx_paged {
 // The buffers of a group's ranks (cuda/peer_shape.h).
 struct PeerMemory {
   int rank;
-  std::vector<char*> buffers;  // of each rank, where this process has mapped them
+  std::vector<char*> buffers;  // [rank]: address in this process
 
   bool operator==(const PeerMemory&) const = default;
 };
 
-// in: x [...], of floats, and rounds [kPeerBlocks] uint32, which it changes in place. out: the sum
-// of all ranks' x, with the same bits on every rank.
+// in: x [...], floating-point or int32; rounds [kPeerBlocks] uint32, updated in place.
+// out: the sum of all ranks' x, with the same bits on every rank.
 class PeerSum : public KernelNode {
  public:
   // patience: see cuda::PeerSumParams.
@@ -46,28 +46,28 @@ class PeerSum : public KernelNode {
   int patience_;
 };
 
-// Lets all_sum use the buffers of a group's ranks from now on. They must stay mapped, and all zeros
-// at first. Throws std::invalid_argument for a number of ranks that no kernel serves.
+// From now on, all_sum uses the buffers of a group's ranks, which must be zero and stay mapped.
+// Throws std::invalid_argument if no kernel supports the number of ranks.
 void use_peer_memory(const mx::distributed::Group& group, PeerMemory memory);
 
-// Adds up the ranks' numbers in such memory; returns false if the sum is wrong, as where GPUs do
-// not see each other's writes. Every rank must call it before its first sum.
+// Sums the rank numbers through the buffers. Returns false if the result is wrong, as on machines
+// where GPUs do not see each other's writes. Every rank must call it before its first sum.
 bool try_peer_memory(const mx::distributed::Group& group);
-// Leaves the sums of a group to MLX again.
+// Returns a group to MLX's sums.
 void forget_peer_memory(const mx::distributed::Group& group);
 
-// The sum of all ranks' x: a PeerSum if the group has such memory and the sum fits, which is the
-// same on every rank, else MLX's own.
+// Sums all ranks' x: with a PeerSum if the group has buffers and x fits (the same on every rank),
+// otherwise with MLX.
 mx::array all_sum(
     const mx::array& x, const mx::distributed::Group& group, mx::StreamOrDevice stream);
 
 // --- Memory of this process's GPU (cuda/peer_memory.cpp). All throw std::runtime_error.
 
-// Makes a buffer of zeros, which lives as long as the process, as another rank may still read it.
+// Allocates a buffer of zeros. Never freed, because another rank may still read it.
 char* make_peer_buffer();
-// Returns what another process needs to map it.
+// Returns the handle with which another process can map a buffer.
 std::string peer_buffer_handle(char* buffer);
-// Maps the buffer of another process.
+// Maps another process's buffer.
 char* open_peer_buffer(const std::string& handle);
 
 }  // namespace mlx_paged

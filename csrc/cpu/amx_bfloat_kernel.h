@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Implements bfloat.h with AMX tiles. A tile product sums the even and the odd elements of a block
-// of k separately and adds both to the result: another order than that of AVX-512's instruction, so
-// rows computed here are compared only with each other.
+// Implements bfloat.h with AMX tiles. A tile product sums even and odd elements of a block of k
+// separately, then adds both to the result. AVX-512's instruction sums in another order, so these
+// rows have the same bits only among themselves.
 
 #pragma once
 
@@ -21,8 +21,8 @@ inline __m256i upper_halves(VecU bits) {
   return _mm512_cvtepi32_epi16((__m512i)(bits >> 16));
 }
 
-// Splits numbers into three bfloat16 that add up to them, by cutting off bits. An infinity or NaN
-// is a first part alone.
+// Splits numbers into three bfloat16 values with the same sum, by truncation. Infinities and NaNs
+// have only a first part.
 inline void split_in_three(VecF v, __m256i (&parts)[3]) {
   const VecU bits = as_uint(v);
   const VecU first = bits & 0xffff0000u;

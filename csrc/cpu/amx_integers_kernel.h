@@ -8,10 +8,9 @@
 // weights, three digits are therefore stored as two planes of 12 bits, each as a byte that meets
 // 16 times the code and a half byte that meets the code itself: two products instead of three.
 //
-// Each instruction on tiles takes 8 to 16 cycles, loads and stores included. So the tiles of a
-// group's activations stay loaded while all columns of a panel pass, and sums wait in the L1 cache.
-// Long rows are multiplied in chunks of kAmxChunk elements, whose codes and activations fit the L2
-// cache.
+// Every tile instruction takes 8 to 16 cycles, including loads and stores. So a group's activations
+// stay in tiles for all columns of a panel, and sums wait in the L1 cache. Long rows are multiplied
+// in chunks of kAmxChunk elements, whose codes and activations fit in the L2 cache.
 
 #pragma once
 
@@ -112,7 +111,8 @@ inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
       to[0].scales[at] = bits_as_float(kUnevenRow);
     }
   }
-  // Rows that only fill the last block are multiplied too, and must not take long.
+  // Padding rows of the last block are multiplied too, and arbitrary scales could be slow
+  // denormals.
   for (int row = end; end == args.rows && row % kRowBlock != 0; row++) {
     for (int g = 0; g < groups; g++) {
       block_of(row)[g].scales[row % kRowBlock] = 0;
@@ -402,7 +402,7 @@ inline void amx_rows(
   const int in_chunk = order.in_chunk(first);
   for (int row = begin; row < end; row += Rows) {
     const int block = row / kRowBlock;
-    // Sums of several chunks wait in memory of their own.
+    // With several chunks, each block's sums need memory between them.
     float* memory = codes.end() + (has_chunks ? block : 0) * kPanelSums;
     auto& sums = *reinterpret_cast<Sums*>(memory);
     if (first == 0) {
@@ -457,7 +457,7 @@ inline void amx_product_of(const IntegerProductArgs& args, int64_t begin, int64_
   }
 }
 
-// Least rows for tiles of AMX, to which eight and twelve rows cost as much as sixteen.
+// Minimum rows for AMX tiles, which take as long for eight or twelve rows as for sixteen.
 constexpr int kMinAmxRows = 16;
 
 template <int Bits, int Digits, typename Tiles>
@@ -471,7 +471,7 @@ inline void amx_product(const IntegerProductArgs& args, int64_t begin, int64_t e
         : integer_product_of<8, Digits>(args, begin, end);
 }
 
-// Bits: the least that are served.
+// Bits: the fewest bits supported.
 template <int Bits, int Digits, typename Tiles>
 constexpr IntegerKernels kAmxKernelsOf = {
     sizeof(IntegerChunk<Digits>),

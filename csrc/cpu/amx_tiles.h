@@ -184,7 +184,7 @@ class SoftwareTiles {
     return value;
   }
 
-  // Even and odd elements have sums of their own, which start at zero. Not inlined, so that no
+  // Even and odd elements have their own sums, which start at zero. Not inlined, so that no
   // arithmetic leaves the changed mode.
   __attribute__((noinline)) static void add_pairs(const Row& a, const Row* b, int pairs, Row& c) {
     float sums[kTileRowBytes / 4];

@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Adapters: lora_down for all targets of one x, the products that they change, and lora_up, or
-// products that do all of it. In this order a GPU that starts a kernel early, as NVIDIA's can,
-// loads the products' weights while lora_down runs.
+// Lowers adapters: lora_down for all targets of one x, the products that they change, then lora_up;
+// or products that do all of it. In this order, a GPU that can start kernels early (NVIDIA) loads
+// the products' weights while lora_down runs.
 
 #include <algorithm>
 #include <utility>
@@ -23,7 +23,7 @@ void bind_missing(Launch& launch, size_t num_targets) {
 
 }  // namespace
 
-// A lora whose base is not made by a product of the same x.
+// Lowers a lora whose base is not a product of the same x.
 void GpuLowering::lower_lora(const GraphNode& node) {
   std::vector<size_t> loras{graph_.index_of(node)};
   View base = dense_view(node.inputs[Lora::kBase], "a base that is not dense");
@@ -39,7 +39,7 @@ void GpuLowering::lower_adapted(const GraphNode& node) {
   add_step(adapted_products(products, loras, &node));
 }
 
-// `finish`: the node that the products compute in the place of the loras' results, or null.
+// `finish`: the node that the products compute instead of the loras' results, or null.
 ProductStep GpuLowering::adapted_products(
     const std::vector<size_t>& products, const std::vector<size_t>& loras,
     const GraphNode* finish) {
@@ -57,9 +57,9 @@ ProductStep GpuLowering::adapted_products(
   return step;
 }
 
-// A count of finished blocks that all products use, one after another.
+// Returns the counter of finished blocks, which all products share, one after another.
 View GpuLowering::finished_count() {
-  constexpr int kSize = 64;  // MLX keeps smaller arrays where the host reads them
+  constexpr int kSize = 64;  // MLX puts smaller arrays in host-visible memory
   if (!finished_count_) {
     finished_count_ = mx::zeros({kSize}, mx::uint32);
   }
@@ -103,7 +103,7 @@ GpuLowering::Adapters GpuLowering::down_launch(const View& x, const std::vector<
   View adapters = dense_view(first[Lora::kAdapters], "numbers of adapters that are not dense");
   auto params = lora_params(first[Lora::kA], int(first[Lora::kAdapters].size()), columns);
   int num_targets = int(loras.size());
-  auto most = params;  // Products that do the work of lora_down have other parts.
+  auto most = params;  // Products that replace lora_down may have more parts.
   most.num_parts = std::max(params.num_parts, cuda::kAdapterParts);
   View hidden = new_buffer({lora_hidden_size(most, num_targets)}, mx::float32);
   Launch down = lora_down_launch(params, num_targets, first[Lora::kA].dtype());

@@ -115,7 +115,7 @@ def beside(
     for turn in range(rounds + 1):
         pictures = asks[2 * turn : 2 * turn + 2]
         for kind in kinds:
-            llm.engine.reset_prefix_cache()  # Encoder outputs are in a cache of their own.
+            llm.engine.reset_prefix_cache()  # Encoder outputs are in their own cache.
             others: list[list[int] | PreparedMedia] = []
             if kind == "beside_texts":
                 others = [*_texts(llm, 2, 1000 + turn, num_tokens)]

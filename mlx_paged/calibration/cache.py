@@ -123,7 +123,7 @@ class Cache:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> Iterator[None]:
-        """Lets one process at a time calibrate. Others wait, at most `seconds`, then go on."""
+        """Lets one process at a time calibrate. Others wait up to `seconds`, then continue."""
         lock = None
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -488,7 +488,7 @@ def tensor_product(dtype: str, shape: str, kernel: str) -> None:
         _same(multiplied_separately(module, x[:20]), found[:20], _COMPANY)
 
 
-# Rows for which a product has kernels of its own: the most, one and a few.
+# Rows for which a product has its own kernels: the most, one and a few.
 _ROWS = (16, 1, 3)
 
 

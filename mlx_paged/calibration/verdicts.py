@@ -14,7 +14,6 @@ from mlx_paged.calibration.cases import (
     PIECE_TOKENS,
     STEP_ROWS,
     Needs,
-    layer_of,
     layer_text,
     product_jobs,
     product_rows,
@@ -203,11 +202,3 @@ class Verdicts:
         missing = {name: self.rejected[name] for name in sorted(needed) if name in self.rejected}
         if missing:
             raise RejectedKernelError(missing)
-
-
-def is_for(job: str, layers: Iterable[AttentionLayer]) -> bool:
-    """True if a job concerns one of these layers, or no layer."""
-    kind, _, rest = job.partition("/")
-    if kind not in ("attention", "merge", "uncovered", "heads", "time-attention", "time-split"):
-        return True
-    return layer_of(rest.partition("/")[0]) in set(layers)

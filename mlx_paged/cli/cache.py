@@ -84,7 +84,7 @@ def clear(
         str, typer.Option("--model", help="Only the model whose folder begins with this.")
     ] = "",
 ) -> None:
-    """Delete all blocks, or those of one model. Servers that use the folder go on.
+    """Delete all blocks, or those of one model. Servers that use the folder keep running.
 
     Examples:
       mlx-paged cache clear ~/.cache/mlx-paged/kv

@@ -73,7 +73,7 @@ def _check_running(seq: Sequence, num_drafts: int, kv: KVManager, adapters: Adap
     size, num_blocks = kv.block_size, len(seq.tables.blocks)
     if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
         raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")
-    # A sequence writes only to blocks of its own.
+    # A sequence writes only to its own blocks.
     restoration = seq.tables.restoration
     start = seq.num_scheduled_tokens if restoration is None else restoration.num_tokens
     for group in kv.attention:

@@ -120,7 +120,7 @@ class MediaScheduler:
         return end - start
 
     def use(self, seq: Sequence, start: int, end: int) -> None:
-        """Uses the features of the items in ``[start, end)``, and pins one that goes on past it."""
+        """Uses the features of items in ``[start, end)``, and pins one that continues past it."""
         media, cache, begun = seq.request.prompt_media, self.encoder_cache, seq.begun
         assert media is not None and seq.tables is not None
         self._kv.resume_copy(seq.tables)

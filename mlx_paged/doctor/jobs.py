@@ -178,7 +178,7 @@ def _calibration(how: str) -> Table | None:
     if how == "known":
         verdicts = take_known(needs, cache)
     else:
-        # The job has a minute, and nobody waits for an engine.
+        # The job has a minute, and no engine is waiting.
         verdicts = calibrate(needs, cache, anew=True, seconds=0.8 * SECONDS_PER_JOB)
     return table_of(verdicts, machine.key())
 

@@ -37,7 +37,7 @@ class ActiveWait:
         return cls() if platform.has_cuda and usable_cpus() >= _FEWEST_CPUS else None
 
     def __call__(self, array: mx.array) -> None:
-        """Returns when `array` is there, or when whoever needs it should wait as usual."""
+        """Returns when `array` is ready, or when the caller should block as usual."""
         if self._left_asleep > 0:
             self._left_asleep -= 1
         elif runtime.wait_actively(array, _LONGEST):

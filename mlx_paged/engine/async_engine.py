@@ -23,9 +23,8 @@ from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.media import MediaPrompts
 from mlx_paged.engine.output_processor import UpdateSink
 from mlx_paged.engine.outputs import RequestOutput
-from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.engine.ranks.start import make_engine
-from mlx_paged.engine.request_options import params_of, pooling_params_of
+from mlx_paged.engine.request_options import params_of
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
@@ -189,21 +188,6 @@ class AsyncEngine:
             MlxPagedError: See `submit`.
         """
         return await self.submit(EngineRequest(prompt, params_of(params), **options))
-
-    async def add_pooling_request(
-        self, prompt: Sequence[int], params: PoolingParams | None = None, **options: Any
-    ) -> RequestStream:
-        """Submits a prompt to pool; `RequestStream.result` waits for `RequestOutput.pooled`.
-
-        Args:
-            prompt: Token ids.
-            params: How to pool.
-            options: Other fields of `EngineRequest`.
-
-        Raises:
-            MlxPagedError: See `submit`.
-        """
-        return await self.submit(EngineRequest(prompt, pooling_params_of(params), **options))
 
     async def submit(self, request: EngineRequest) -> RequestStream:
         """See `EngineClient.submit`.

@@ -71,16 +71,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine, and what is known of its model.
+    """The parts of an engine, and properties of its model.
 
     Attributes:
         config: The options, resolved for the model.
-        relief: Gives memory back when the system is short of it. Its `pools` make the KV store.
-        make_intake: Makes the intake for a maximum request length.
+        relief: Returns memory when the system is short of it. Its `pools` create the KV store.
+        make_intake: Creates the intake for a maximum request length.
         cache_limit: Maximum bytes of MLX's buffer cache.
         report: Adds the texts of the tokens to log-probabilities.
         max_model_len, reasoning_format, hidden_size, labels, prompts: See `EngineInfo`.
-        media: The processor of the model's media, with the options of the engine.
+        media: The model's media processor, with the engine's options.
         speculator: Proposes drafts; None without speculation.
         offloading: Keeps evicted blocks; None if they are dropped.
     """
@@ -126,7 +126,7 @@ def resolve(model: LoadedModel, given: EngineConfig) -> EngineConfig:
 
 
 def prepare_model(model: LoadedModel, config: EngineConfig) -> PreparedModel:
-    """Builds the paged model; the same on every rank.
+    """Builds the paged model; every rank runs this.
 
     Args:
         config: From `resolve`.
@@ -153,10 +153,10 @@ def build_engine(
     Args:
         given: The options as the caller gave them.
         on_kernel: See `Engine`.
-        ranks: The other ranks, which have their parts of the model; None: there are none.
+        ranks: The ranks, whose parts of the model are loaded; None: there is only this one.
 
     Raises:
-        InvalidParameterError, UnsupportedModelError: Options that do not fit the model or the
+        InvalidParameterError, UnsupportedModelError: The options do not fit the model or the
             memory.
     """
     platform, tokenizer = Platform.current(), model.tokenizer
@@ -165,7 +165,7 @@ def build_engine(
         media = media.with_options(config.mm_processor_kwargs)
     generates = config.runner == "generate"
     compiler: GrammarCompiler | None = None
-    if generates:  # It begins to work while the pools are made.
+    if generates:  # Starts its threads while the pools are allocated.
         compiler = GrammarCompiler(
             tokenizer,
             model.vocab_size,
@@ -176,7 +176,7 @@ def build_engine(
     reasoning_format = format_of(config.reasoning_parser, tokenizer)
     paged, model_limit, max_model_len = prepare_model(model, config)
     adapters, default_adapter = _adapters(paged, config)
-    # A tokenizer may have more tokens than its model.
+    # A tokenizer may have more tokens than its model, so masks use the compiler's size.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
     assistant = _assistant(model, paged, config, masks, max_model_len)
     draft_model = None
@@ -234,8 +234,8 @@ def build_engine(
             default_adapter=default_adapter,
         )
 
-    # A draft model computes again what it lacks, and a head cannot. Of several heads, the first
-    # one's blocks travel: the others' drafts are worse until the window of their layers has passed.
+    # A draft model can recompute missing blocks; a head cannot. With several heads, only the first
+    # one's blocks are kept: the others draft worse until the window of their layers has passed.
     head = draft_model.runner.model if isinstance(draft_model, HeadDrafter) else None
     offloading = _offloading(paged, model, config, kv_config, max_model_len, head)
 
@@ -281,7 +281,7 @@ def build_engine(
 
 
 def _paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -> PagedModel:
-    """Builds the paged model, with the KV format and the activations that the options name."""
+    """Builds the paged model with the options' KV format and activations."""
     paged = build_paged_model(
         model.model, model.config, block_size=config.block_size, platform=platform
     )
@@ -297,11 +297,11 @@ def _paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -
 def _adapters(
     paged: PagedModel, config: EngineConfig
 ) -> tuple[AdapterStore | None, Adapter | None]:
-    """Prepares slots for adapters; returns what reads them, and the adapter of all requests.
+    """Prepares slots for adapters; returns their store and the default adapter.
 
     Raises:
         AdapterError: See `read_adapter`.
-        InvalidParameterError: A format that the device does not take.
+        InvalidParameterError: The device does not support `lora_dtype`.
     """
     if not config.num_adapter_slots:
         return None, None
@@ -321,7 +321,7 @@ def _adapters(
 
 
 def _named_adapters(config: EngineConfig, store: AdapterStore | None) -> list[Adapter]:
-    """Reads the adapters whose steps are prepared.
+    """Reads the adapters whose steps the warm-up prepares.
 
     Raises:
         AdapterError, InvalidParameterError: See `AdapterStore.get`.
@@ -352,12 +352,11 @@ def _runner(
     masks: MaskSource,
     ranks: Ranks | None,
 ) -> ModelRunner:
-    """Makes the runner that the options name: for generation, on one rank or several, or for
-    pooling.
+    """Creates the runner: for generation or pooling, on one rank or several.
 
     Raises:
-        UnsupportedModelError: The model cannot be pooled.
-        InvalidParameterError: More dimensions than its hidden states have.
+        UnsupportedModelError: The model does not support pooling.
+        InvalidParameterError: `dimensions` exceeds the size of its hidden states.
     """
     pooler = config.pooler
     if pooler is None:
@@ -380,11 +379,11 @@ def _runner(
 
 
 def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> Classifier | None:
-    """Makes the classifier of a model that classifies texts or scores pairs; None for others.
+    """Creates the classifier of a model that classifies texts or scores pairs; None for others.
 
     Raises:
-        InvalidParameterError: A token of `classifier_from_token` that the model does not have.
-        UnsupportedModelError: Other ranks have weights of these tokens.
+        InvalidParameterError: A token of `classifier_from_token` is not in the vocabulary.
+        UnsupportedModelError: Other ranks hold the weights of these tokens.
     """
     if model.head is not None:
         return Classifier(model.head)
@@ -411,7 +410,7 @@ def _assistant(
     masks: SequenceMasks,
     max_model_len: int | None,
 ) -> AssistantDrafter | None:
-    """Makes the drafter if it is an assistant; None for others.
+    """Creates the drafter if it is an assistant; None for others.
 
     Raises:
         InvalidParameterError: It does not fit the model.
@@ -429,7 +428,7 @@ def _model_drafter(
     masks: SequenceMasks,
     max_model_len: int | None,
 ) -> ModelDrafter | HeadDrafter | None:
-    """Makes the drafter if it is a model; None for others.
+    """Creates the drafter if it is a model or a head; None for others.
 
     Raises:
         InvalidParameterError: It does not fit the model.
@@ -443,13 +442,13 @@ def _model_drafter(
         return make_dflash(options, target, paged, masks, max_model_len=max_model_len)
     if options.method == "auto":
         if config.pipeline_parallel_size > 1:
-            return None  # A head reads hidden states of layers that rank 0 does not have.
+            return None  # A head reads hidden states of layers that rank 0 does not hold.
         return _own_head(options, target, paged, masks, max_model_len)
     if options.method == "mtp":
         return make_mtp(options, target, paged, masks, max_model_len=max_model_len)
     if options.method != "draft_model":
         return None
-    # Layers are skipped by their numbers in the target.
+    # The skipped layers are numbered as in the target.
     own = replace(config, kv_cache_dtype_skip_layers=())
     return make_model_drafter(
         options,
@@ -468,7 +467,7 @@ def _own_head(
     masks: SequenceMasks,
     max_model_len: int | None,
 ) -> HeadDrafter | None:
-    """Makes the drafter of the head that the checkpoint has; None if it has none that is known."""
+    """Creates the drafter of the checkpoint's own head; None if it has no supported one."""
     path = model_directory(target.name)
     if path is None or not has_mtp(path, target.config):
         return None
@@ -487,7 +486,7 @@ def _speculator(
     vocab_size: int,
     assistant: AssistantDrafter | None,
 ) -> Speculator | None:
-    """Makes the speculator, and measures steps for it; None without speculation."""
+    """Creates the speculator and measures steps for it; None without speculation."""
     options = config.speculative_config
     if options is None or config.runner != "generate":
         return None
@@ -536,11 +535,11 @@ def _offloading(
     max_model_len: int | None,
     head: PagedModel | None,
 ) -> Offloading | None:
-    """Makes what keeps blocks outside of the device; None if they are dropped.
+    """Creates the offloading of blocks; None if they are dropped.
 
     Raises:
         InvalidParameterError: Blocks of this model cannot be restored on this device, or the folder
-            or the address of a role cannot be used.
+            or the role's address is unusable.
     """
     folder = config.kv_offload_dir
     if not (config.kv_offloading_size or folder or config.role) or not config.enable_prefix_caching:
@@ -583,16 +582,16 @@ def _store(
     about: Mapping[str, Any],
     block_bytes: list[int],
 ) -> BlockStore:
-    """Opens the blocks on disk.
+    """Opens the store of blocks on disk.
 
     Raises:
-        InvalidParameterError: The folder cannot be used.
+        InvalidParameterError: The folder is unusable.
     """
     try:
         shared = OffloadFolder(Path(folder).expanduser(), config.kv_offload_bytes)
         return BlockStore(shared, identity, about, block_bytes)
     except OSError as error:
-        expected = f"a folder that can be written ({error.strerror or error})"
+        expected = f"a writable folder ({error.strerror or error})"
         raise InvalidParameterError("kv_offload_dir", expected, str(folder)) from error
 
 
@@ -600,7 +599,7 @@ def _store(
 
 
 def _step_media(paged: PagedModel, model: LoadedModel) -> StepMediaBuilder | None:
-    """Makes what adds media to steps; None for a model that takes text only."""
+    """Creates the builder of a step's media; None for a text-only model."""
     if model.media is None:
         return None
     from mlx_paged.multimodal import step_media

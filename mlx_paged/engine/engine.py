@@ -1,4 +1,4 @@
-"""The engine: continuous batching over one prefix-sharing KV store."""
+"""Engine: continuous batching over one prefix-sharing KV store."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Takes requests, runs steps, returns tokens and text.
+    """Accepts requests, runs steps, returns tokens and text.
 
-    Any thread may call it; calls wait for each other. A step does not overlap with the previous one
-    if another thread ran that.
+    Any thread may call it; calls are serialized. A step does not overlap with the previous one if
+    another thread ran that one.
 
-    After any exception out of a call (Ctrl-C, `MemoryError`, an error of a callback), the next call
-    first repairs the engine, see `recover`.
+    After any exception inside a call (Ctrl-C, `MemoryError`, an error in a callback), the next call
+    first repairs the engine; see `recover`.
 
-    A child process made by `fork` cannot use it: every method raises `ForkedProcessError` there.
+    In a forked child process, every method raises `ForkedProcessError`.
 
     Args:
-        model: From `mlx_paged.load`; the engine owns it from now on.
+        model: From `mlx_paged.load`. The engine takes ownership.
         config: Options.
-        on_kernel: On a GPU, called before each kernel that is compiled (Metal), then before each
-            kind of step of the warm-up, with the number done and the total, and after the last.
-        ranks: The other ranks, if this is rank 0 of several; see `make_engine`.
+        on_kernel: On a GPU, called with (done, total) before each kernel to compile (Metal), then
+            before each kind of warm-up step, and after the last one.
+        ranks: The ranks, if this is rank 0 of several; see `make_engine`.
 
     Attributes:
         config: The options, resolved for the model.
@@ -64,9 +64,9 @@ class Engine:
         max_model_len, vocab_size, generation_config, reasoning_format, hidden_size, labels,
             prompts, media_reason: See `EngineInfo`.
         intake: Checks requests before they are added; any thread may use it.
-        media: The processor of the model's media; None if it takes text only.
-        on_launch: Called with the number of tokens of each launched step, on the thread that steps.
-            It is for metrics and must be quick.
+        media: The model's media processor; None if it takes only text.
+        on_launch: Called with the number of tokens of each launched step, on the stepping thread.
+            For metrics; must be quick.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Engine:
         self._offloading = parts.offloading
         self._kv = self._relief.pools.make_kv()
         limit = self.config.max_step_time_ms
-        # It outlives the schedulers, which recoveries replace.
+        # Outlives the schedulers, which `recover` replaces.
         self._step_time = StepTimeLimit(limit / 1000) if limit else None
         self._history = PromptHistory()
         if self._offloading is not None:
@@ -146,7 +146,7 @@ class Engine:
         params: SamplingParams | PoolingParams | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """Takes a request. Each step fills its output object.
+        """Adds a request. Steps fill its output.
 
         Args:
             request_id, prompt_token_ids, params, options: See `Intake.check`.
@@ -162,7 +162,7 @@ class Engine:
         return self.add(self.intake.check(request_id, prompt_token_ids, params, **options))
 
     def add(self, checked: CheckedRequest) -> RequestOutput:
-        """Takes a request that `intake` has checked.
+        """Adds a request that `intake` has checked.
 
         Raises:
             InvalidParameterError, RequestTooLargeError, DuplicateRequestError,
@@ -175,7 +175,7 @@ class Engine:
             with self._guard.busy:
                 self._begin()
                 if not self._has_work:
-                    # Other parts of the process may have taken memory since.
+                    # Other code in the process may have taken memory in the meantime.
                     memory.limit_run_ahead(self._runner.model.platform, self._cache_limit or 0)
                 self._follow_pressure()
                 self._relief.check_admission()
@@ -186,18 +186,18 @@ class Engine:
         self._recovery.is_whole = False
         try:
             self._scheduler.add(state.request)
-        except MlxPagedError:  # It was refused, and nothing has changed.
+        except MlxPagedError:  # Refused: nothing has changed.
             self._recovery.is_whole = True
             raise
         self.intake.attach(state, checked)
-        # From here on the request is in.
+        # From here on, the request counts as added.
         self._output_processor.request_states[checked.request_id] = state
         if self._offloading is not None:
             self._offloading.on_added(state.request)
         self._recovery.is_whole = True
 
     def _take_prompts(self, prefilling: Prefilling) -> None:
-        """Adds the prompts of decode engines, and ends those that nobody waits for."""
+        """Adds the prompts of decode engines, and ends those that are no longer wanted."""
         for request_id in prefilling.take_gone():
             self._abort(request_id)
         while (new := prefilling.take_new()) is not None:
@@ -223,8 +223,8 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Ends a request; the prefix cache keeps its blocks. Returns True if it was unfinished.
 
-        This never waits for a running step. During one, on this thread (a garbage collection may
-        close a stream) or another, the request is only marked, and ends before the next step.
+        Never waits for a running step. During one, on this thread (garbage collection may close a
+        stream) or another, it only marks the request, which then ends before the next step.
         """
         self._enter()
         if self.is_busy:
@@ -244,7 +244,7 @@ class Engine:
         return True
 
     def synchronize(self) -> None:
-        """Waits for a step in flight that no request needs any more, so that it holds no blocks.
+        """Waits for a step in flight that no request needs, so that it holds no blocks.
 
         If the engine is idle, also copies pending blocks to host memory and to the disk writer.
         """
@@ -261,19 +261,19 @@ class Engine:
 
     @property
     def refuses_requests(self) -> bool:
-        """True while the system is critically short of memory; any thread may ask."""
+        """True while the system is critically short of memory. Thread-safe."""
         return self._relief.refuses_requests
 
     @property
     def idle_interval(self) -> float | None:
-        """Seconds after which an idle engine wants `on_idle`; None: it need not be called."""
+        """Seconds after which an idle engine needs an `on_idle` call; None: never."""
         if self._offloading is not None and self._offloading.has_idle_work:
             return 0.0
         return CHECK_SECONDS if self._ranks is not None else self.pressure_interval
 
     def on_idle(self) -> None:
-        """Does what is left to an engine without requests: it follows the system's memory pressure,
-        and copies some blocks to host memory and for the disk.
+        """Does the work of an idle engine: follows memory pressure, and copies some blocks to host
+        memory and for the disk.
 
         Raises:
             EngineDeadError: Another rank has ended.
@@ -290,29 +290,28 @@ class Engine:
                     self._offloading.advance_idle()
 
     def when_stuck(self, call: Callable[[str], object]) -> None:
-        """Has `call` called, on another thread, with the reason why the step that runs can never
-        end: another rank has ended. The process ends some seconds later."""
+        """Sets a function to call, on another thread, when the running step can never end because
+        another rank has ended. It gets the reason; the process exits seconds later."""
         if self._ranks is not None:
             self._ranks.followers.on_stuck = call
 
     def when_woken(self, call: Callable[[], object]) -> None:
-        """Has `call` called, on any thread, when another engine gives this one something to do."""
+        """Sets a function to call, on any thread, when another engine sends this one work."""
         if self._prefilling is not None:
             self._prefilling.wakes = call
 
     def hang_up(self) -> None:
-        """Ends the connections of other engines, because this one takes no more steps."""
+        """Closes the connections of other engines, because this one has stopped."""
         if self._prefilling is not None:
             self._prefilling.server.close()
 
     @property
     def pressure_interval(self) -> float | None:
-        """Seconds after which an idle engine wants `follow_pressure`; None: it need not be
-        called."""
+        """Seconds after which an idle engine needs a `follow_pressure` call; None: never."""
         return POLL_SECONDS if self._relief.pressure.is_on else None
 
     def follow_pressure(self) -> None:
-        """Reacts to the system's memory pressure, as steps and `add` do, too."""
+        """Reacts to the system's memory pressure, as steps and `add` do."""
         self._enter()
         if not self._relief.is_due:
             return
@@ -330,7 +329,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """True if another `step` has anything to do."""
+        """True if another `step` would do anything."""
         return self._has_work or not self._recovery.is_whole
 
     @property
@@ -341,27 +340,26 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """True if a thread is in a call at this moment."""
+        """True while a thread is inside a call."""
         return self._guard.busy.locked()
 
     # Recovery.
 
     @property
     def needs_recovery(self) -> bool:
-        """True if a call raised in the middle of a change, so that the next one repairs."""
+        """True if a call raised in the middle of a change, so the next one must repair it."""
         return not self._recovery.is_whole and not self.is_busy
 
     def recover(self) -> bool:
-        """Repairs the engine after an exception out of a call. Every later call does so itself.
+        """Repairs the engine after an exception inside a call. Later calls do so automatically.
 
-        Steps in flight are abandoned. Scheduler, block tables and prefix cache are rebuilt. The
-        unfinished requests wait with the tokens that their answers have, and these are recomputed.
-        The request whose answer was being changed ends with `finish_reason` "error". If a second
-        step in a row raised an `Exception`, so do all requests that have run. The pools keep their
-        memory.
+        Abandons steps in flight; rebuilds the scheduler, block tables and prefix cache. Unfinished
+        requests keep the tokens of their answers and are recomputed. The request whose answer was
+        being changed ends with `finish_reason` "error"; if two consecutive steps raised an
+        `Exception`, so do all requests that have run. The pools keep their memory.
 
         Returns:
-            True if there was anything to repair.
+            True if there was something to repair.
         """
         self._enter()
         with self._guard.lock:
@@ -375,12 +373,12 @@ class Engine:
             guard.refuse()
 
     def _refuse_within_call(self) -> None:
-        """Refuses a call from within a call, by a sink, a token mask or `on_launch`."""
+        """Raises `RuntimeError` for a nested call from a sink, a token mask or `on_launch`."""
         if self.is_busy:  # by this thread, because it holds the lock
             raise RuntimeError("an engine was called from within its own step")
 
     def _begin(self) -> None:
-        """At the beginning of every call that changes the engine."""
+        """Starts every call that changes the engine: repairs it, and handles pending work."""
         if not this_thread.is_protected:
             protect_thread()
         if not self._recovery.is_whole:
@@ -418,10 +416,10 @@ class Engine:
         """Runs one step; returns what the sequences gained.
 
         With async scheduling, the next step is planned and launched before the tokens of the one in
-        flight are read, so the device does not wait for the host. Drafts begin after a known token:
-        while they pay, the step in flight is read first, but not a model's drafts.
+        flight are read, so the device does not wait for the host. Drafts continue a known token, so
+        while speculation pays, the step in flight is read first (but not a model's drafts).
 
-        A fault of the model or the device ends only the sequences it affects, see
+        A fault of the model or the device ends only the affected sequences; see
         `InProcessExecutor`. For other exceptions, see `recover`.
         """
         self._enter()
@@ -464,15 +462,15 @@ class Engine:
     def _reads_first(self) -> bool:
         """True if the next step may have drafts, or the one in flight has.
 
-        Sequences with drafts in flight would miss a step that is planned before the end of theirs,
-        and from then on share no step with the others.
+        Sequences with drafts in flight would miss a step planned before theirs ends, and from then
+        on run out of phase with the others.
         """
         if self._speculator is None or self._in_flight is None:
             return False
         return self._speculator.is_active or self._in_flight.batch.has_drafts
 
     def _commit(self, launched: SchedulerOutput) -> tuple[list[SequenceUpdate], StepResult]:
-        """Reads the oldest step and commits its tokens; returns updates of sequences that ended."""
+        """Reads the oldest step and commits its tokens; returns the updates of ended sequences."""
         result = self._executor.read()
         if self._step_time is not None and result.time is not None:
             self._step_time.learn(launched.batch, result.time)
@@ -523,7 +521,7 @@ class Engine:
             speculator.launched(output.batch)
         return output
 
-    # Numbers.
+    # Statistics.
 
     def stats(self) -> EngineStats:
         """The engine's statistics."""
@@ -575,11 +573,11 @@ class Engine:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pools. Parts that were never written may take no physical memory."""
+        """Bytes of all pools. Parts never written may take no physical memory."""
         return self._relief.pools.num_bytes
 
     def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix; returns the number of blocks."""
+        """Empties the prefix cache; returns the number of blocks that it held."""
         self._enter()
         with self._guard.lock:
             self._refuse_within_call()

@@ -33,7 +33,7 @@ class KVCacheConfig:
     """The groups of a model's layers.
 
     Layers that see everything are the *full group*. Layers with one shorter span are a *window
-    group* with tables of their own, unless the window is as long as any sequence. Recurrent layers
+    group* with their own tables, unless the window is as long as any sequence. Recurrent layers
     have state slots. The pools are sized for sequences of `typical_context_len` tokens: each
     group can hold equally many such sequences.
 

@@ -160,7 +160,7 @@ class MediaPrompts:
     async def prepare_async(
         self, text: str, sources: Sequence[MediaSource], where: str, **options: Any
     ) -> PreparedMedia:
-        """Like `prepare`, on threads of its own."""
+        """Like `prepare`, on its own threads."""
         from mlx_paged.multimodal.prompt import prepare
 
         self._check(sources)

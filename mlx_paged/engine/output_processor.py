@@ -43,7 +43,7 @@ class UpdateSink(Protocol):
     """Receives the updates of a request as they are made, in addition to `Engine.step`'s caller."""
 
     def put(self, update: SequenceUpdate) -> None:
-        """Takes an update. It must be quick. An exception from it ends the answer.
+        """Receives an update. Must be quick. An exception ends the answer.
 
         After an exception out of a step, the last update of a sequence may arrive a second time.
         """
@@ -62,10 +62,10 @@ class AnswerState:
         grammar: The sampler, if the answer follows a grammar, which may end it.
         is_plain: True if it has begun, and updates consist of tokens until it ends.
         positions: Log-probabilities of the tokens of the current step.
-        pieces: Texts of tokens that `check` has taken and no update has reported.
+        pieces: Texts of tokens that `check` has accepted and no update has reported.
         is_end_shown: True if the token that ended the answer is part of the text.
         stop_reason: The stop string or stop token that ended it.
-        failure: Why `check` could not take a token.
+        failure: Why `check` failed.
     """
 
     __slots__ = (
@@ -103,7 +103,7 @@ class AnswerState:
         self.start_over()
 
     def start_over(self) -> None:
-        """Returns to the last reported state, as an exception may have interrupted a change."""
+        """Returns to the last reported state, in case an exception interrupted a change."""
         self.is_plain = False
         self.positions: SequenceOf[PositionLogprobs] = ()
         self.pieces: list[str] = []
@@ -122,10 +122,10 @@ class AnswerState:
         return self.check if is_checked else None
 
     def check(self, seq: Sequence, token: int, reason: FinishReason | None) -> FinishReason | None:
-        """Takes a token that the sequence has just gained; returns why it ends there.
+        """Checks a token that the sequence has just gained; returns why the sequence ends, or None.
 
         Args:
-            reason: why the token itself ends it; None: it does not.
+            reason: Why the token itself ends it, or None.
         """
         if reason is FinishReason.STOP:
             self.note_end(token)
@@ -149,7 +149,7 @@ class AnswerState:
     def note_end(self, token: int) -> None:
         """Notes the end token or stop token that ended the answer.
 
-        A stop token is part of the text if asked for; the model's own end token never is.
+        A stop token is part of the text if requested; the model's own end token never is.
         """
         params = self.state.params
         assert not isinstance(params, PoolingParams)
@@ -183,11 +183,11 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Fills the outputs of requests and makes their updates.
+    """Fills the outputs of requests and creates their updates.
 
     Args:
-        scheduler: ends sequences that fail.
-        report: adds the texts of the tokens to log-probabilities.
+        scheduler: Ends sequences that fail.
+        report: Adds token texts to log-probabilities.
 
     Attributes:
         request_states: The unfinished requests by id, in order of arrival.
@@ -229,7 +229,7 @@ class OutputProcessor:
                 continue
             self._current = seq
             if answer.is_plain and seq.finish_reason is None:
-                # A fast path for most tokens, with the same result as below.
+                # Fast path for most tokens, with the same result as below.
                 tokens = answer.token_ids
                 num_before = len(tokens)
                 # fmt: off
@@ -252,7 +252,7 @@ class OutputProcessor:
         return updates
 
     def end_expired(self, sequences: SequenceOf[Sequence]) -> list[SequenceUpdate]:
-        """Tells the ends of sequences that timed out."""
+        """Returns the final updates of sequences that timed out."""
         updates: list[SequenceUpdate] = []
         for seq in sequences:
             if seq.answer is not None:
@@ -265,10 +265,10 @@ class OutputProcessor:
     def end_failed(
         self, sequences: SequenceOf[Sequence], result: StepResult
     ) -> list[SequenceUpdate]:
-        """Ends the sequences for which a step failed.
+        """Ends the sequences for which a step failed; returns their updates.
 
         Args:
-            sequences: The sequences of the step, in order.
+            sequences: The step's sequences, in order.
         """
         updates = []
         for index, reason in result.failures:
@@ -279,7 +279,7 @@ class OutputProcessor:
     def record_reports(
         self, sequences: SequenceOf[Sequence], result: StepResult
     ) -> list[SequenceUpdate]:
-        """Records log-probabilities and pooled prompts; returns final updates."""
+        """Records log-probabilities and pooled prompts; returns the updates of failed sequences."""
         updates = []
         for part in result.pooled:
             sequences[part.place].prompt_report.record(part.start, part.end, part.states)
@@ -317,9 +317,9 @@ class OutputProcessor:
         return updates
 
     def restore(self, scheduler: Scheduler, end: Callable[[Sequence], str | None]) -> None:
-        """Moves the unfinished requests to a new scheduler, after an exception out of a step.
+        """Moves the unfinished requests to a new scheduler, after an exception in a step.
 
-        The answers are the truth: a sequence keeps the tokens of its answer. Only the one whose
+        Answers are authoritative: a sequence keeps the tokens of its answer. Only the one whose
         answer was being changed must end. If this is interrupted, call it again.
 
         Args:
@@ -327,7 +327,7 @@ class OutputProcessor:
         """
         self._scheduler = scheduler
         if self._current is not None:
-            self._close(self._current, "a step was broken off while its answer was being changed")
+            self._close(self._current, "a step was interrupted while its answer was being changed")
         for state in list(self.request_states.values()):
             num_prompt_tokens = state.request.num_prompt_tokens
             for seq, completion in zip(state.request.sequences, state.output.outputs):
@@ -354,7 +354,7 @@ class OutputProcessor:
     ) -> list[SequenceUpdate]:
         """Puts an update into its sink; returns the final update if the sink raised.
 
-        The sink is a caller's: its exceptions must not end other requests.
+        Sinks belong to callers, so their exceptions must not end other requests.
         """
         assert answer.sink is not None
         try:
@@ -364,9 +364,8 @@ class OutputProcessor:
                 raise
             sink, answer.sink = answer.sink, None
             ended = self._fail(seq, f"its sink raised {reason_of(error)}")
-            with suppress(
-                Exception, SystemExit
-            ):  # A reader that was only interrupted must learn of the end.
+            # A reader that was only interrupted must learn of the end.
+            with suppress(Exception, SystemExit):
                 sink.put(ended[0] if ended else _end_of(seq, answer.completion))
             return ended
         return []
@@ -375,7 +374,7 @@ class OutputProcessor:
         params, text, reason = answer.state.params, answer.text, seq.finish_reason
         request_id = seq.request.request_id
         if isinstance(params, PoolingParams):
-            if gained:  # With any token, the prompt has been computed.
+            if gained:  # The prompt has been computed.
                 answer.state.output.pooled = seq.prompt_report.result()
                 self._note_first_token(answer.state)
                 reason = FinishReason.STOP
@@ -436,7 +435,7 @@ class OutputProcessor:
         return update
 
     def _close(self, seq: Sequence, reason: str) -> None:
-        """Ends an answer that was being changed, wherever that was broken off."""
+        """Ends an answer whose change was interrupted at any point."""
         state: RequestState = seq.request.state
         try:
             completion = state.output.outputs[seq.index]
@@ -444,19 +443,19 @@ class OutputProcessor:
                 self._end_with_error(seq, seq.answer, reason)
             elif state.sink is not None:  # Its reader may not know yet.
                 state.sink.put(_end_of(seq, completion))
-        except Exception:  # The sink's exceptions must not keep the engine from going on.
+        except Exception:  # The sink's exceptions must not stop the engine.
             logger.exception("the end of request %r was not delivered", seq.request.request_id)
 
     def _forget(self, state: RequestState) -> None:
         if self.request_states.pop(state.output.request_id, None) is not None:
-            # The request refers to the state, too: no reference cycle may keep its tokens.
+            # The request refers to the state too; break the cycle that would keep its tokens.
             state.request.release()
             del state.request
 
     def _record(
         self, update: SequenceUpdate, seq: Sequence, answer: AnswerState
     ) -> list[SequenceUpdate]:
-        """Writes an update into its output and its sink; returns the final update on failure."""
+        """Applies an update to its output and its sink; returns the final update if that fails."""
         state, completion, text = answer.state, answer.completion, answer.text
         completion.text = text if isinstance(text, DeferredText) else text.text
         if update.token_ids:
@@ -481,7 +480,7 @@ class OutputProcessor:
 
 
 def _end_of(seq: Sequence, completion: CompletionOutput) -> SequenceUpdate:
-    """The update that says why an answer ended, and no more."""
+    """Returns the update that only says why an answer ended."""
     return SequenceUpdate(
         seq.request.request_id,
         seq.index,

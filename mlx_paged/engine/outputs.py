@@ -1,4 +1,4 @@
-"""Results of the engine."""
+"""The engine's results: outputs, updates and log-probabilities."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class PositionReport(Mapping[int, Logprob]):
 
     @property
     def parts(self) -> ReportParts:
-        """Everything that it knows about the position."""
+        """Its data, without the functions."""
         return ReportParts(self.token_id, self.logprob, self.rank, self._likeliest, self._ranks)
 
     @property
     def listed(self) -> list[int] | None:
-        """The tokens that the request has listed; None: it has not."""
+        """The tokens that the request listed; None if it listed none."""
         if self._ranks is None or self._likeliest is None:
             return None
         ids: list[int] = self._likeliest[0].tolist()
@@ -183,7 +183,7 @@ class DeferredText:
         return self._num_text_tokens
 
     def end(self, num_text_tokens: int) -> None:
-        """Marks the answer as ended. Later tokens, such as an end token, are not text."""
+        """Marks the answer as ended. Later tokens, such as the end token, are not text."""
         self._num_text_tokens = num_text_tokens
 
     def between(self, begin: int, end: int | None) -> str:
@@ -389,8 +389,8 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         cache_miss: Why more of it did not, once there is a token; None if all full blocks did.
         metrics: Times of arrival, first token and end.
-        num_accepted_drafts: Tokens of its answers that were drafted.
-        num_rejected_drafts: Drafts that were verified and turned out to be others.
+        num_accepted_drafts: Drafts that became tokens of its answers.
+        num_rejected_drafts: Drafts that were verified and rejected.
         prompt_logprobs: Like `CompletionOutput.logprobs` for each prompt token; None for the first
             token, which follows nothing. None if not requested.
         relaxed: Paths of schema keywords that are not enforced, such as

@@ -173,7 +173,7 @@ class PoolMemory:
     # Resizing. No step may be in flight.
 
     def least(self, kv: KVManager, num_running: int) -> int:
-        """The size of the full group whose pools hold what is in use, and let sequences go on."""
+        """Returns the smallest full group that holds what is in use and lets sequences grow."""
         used = [group.pool.num_used + group.pool.num_quarantined for group in kv.attention]
         room = max(used[0] // _SPARE, self._step_blocks, num_running)
         size, full = 1 + used[0] + room, self._full.num_blocks

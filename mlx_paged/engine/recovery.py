@@ -1,4 +1,4 @@
-"""Recovery: the state that lets an engine go on after an exception out of a call."""
+"""Recovery: the state that lets an engine continue after an exception in a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx_paged.engine.stats import sum_counters, sum_encoder_stats
 
 
 class Recovery:
-    """Knows whether the engine is whole, and counts for the parts that were given up.
+    """Tracks whether the engine is whole, and keeps the counts of discarded parts.
 
     An exception in the middle of a change leaves `is_whole` false, and no handler that could be
     interrupted in its turn has to see to it.

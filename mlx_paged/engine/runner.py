@@ -592,7 +592,7 @@ def _split_drafts(
     if isinstance(tables, PaddedTables):
         by_row: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables] = split(tables)
     else:
-        # Groups that share their tables must go on sharing them.
+        # Groups that share tables must keep sharing them.
         done = {id(each): split(each) for each in tables.values()}
         by_row = {group_spec: done[id(each)] for group_spec, each in tables.items()}
     row = np.arange(1, len(sequence) + 1)

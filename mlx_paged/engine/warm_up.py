@@ -335,7 +335,7 @@ def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) 
     num_groups = 1 + len(runner.windows)
     tables = []
     for i in range(num_seqs):
-        # Any blocks will do, even one for a whole sequence: nobody reads their contents.
+        # Any blocks will do, even one for a whole sequence: nothing reads their contents.
         table = StepTable((1 + i % num_blocks,) * -(-end // size), 0)
         tables.append((table,) * num_groups)
     rows = _SETTINGS.get(kind.settings, (SamplingRow(kind.temperature, seed=0, position=0),))

@@ -88,7 +88,7 @@ class Service(ABC):
 
 
 class LocalService(Service):
-    """The server's application in this process, with an engine of its own.
+    """The server's application in this process, with its own engine.
 
     Args:
         model: See `mlx_paged.load`.

@@ -20,7 +20,7 @@ class Metadata:
     """The keys of a file that describe its model.
 
     Keys are written without the architecture: ``block_count`` reads ``llama.block_count`` of a
-    Llama. A key with a namespace of its own begins with "general." or "tokenizer.".
+    Llama. A key with its own namespace begins with "general." or "tokenizer.".
 
     Args:
         file: The file, whose tensors decide on some features.

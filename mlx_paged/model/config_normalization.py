@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 #: The layer type whose RoPE the flat fields describe, if a config has one per layer type.
 _MAIN = ("full_attention", "attention", "main")
 _LOCAL = ("sliding_attention", "chunked_attention")
-# Fields of `rope_parameters` that have a flat field of their own.
+# Fields of `rope_parameters` that have their own flat field.
 _FLAT = frozenset({"rope_theta", "partial_rotary_factor"})
 # Flat names that older configs use for one field.
 _THETA = ("rope_theta", "rotary_emb_base")

@@ -273,7 +273,7 @@ def _least_time_step(model: Any, config: Mapping[str, Any], reference: Any) -> b
 
 
 def _norm_epsilon(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
-    """nanochat's norms and RoPE are functions of its module, with constants of their own."""
+    """nanochat's norms and RoPE are functions of its module, with their own constants."""
     rope = config.get("rope_parameters") or {"rope_theta": model.args.rope_theta}
     wavelengths, scale = turns_of(rope, 2 * model.layers[0].attn._rope_freqs.size, config)
     if scale != 1.0:

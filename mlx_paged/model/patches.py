@@ -171,7 +171,7 @@ def native_ops(
         _building.rotations = _Rotations(positions)
         _building.is_native = _building.for_program
     else:
-        # With Metal, `ops` has products of its own where calibration chose them. Up to 16 rows, a
+        # With Metal, `ops` has its own products where calibration chose them. Up to 16 rows, a
         # row has the same bits in programs and outside of them.
         _building.linear_dtypes = platform.native_dtypes
     try:

@@ -216,7 +216,7 @@ class StepInputs:
             )
 
         if isinstance(self.tables, Mapping):
-            # Groups that share their tables must go on sharing them.
+            # Groups that share tables must keep sharing them.
             done = {id(each): longer(each) for each in self.tables.values()}
             tables: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables] = {
                 group_spec: done[id(each)] for group_spec, each in self.tables.items()

@@ -84,7 +84,7 @@ def tolerance_of(paged: PagedModel) -> float:
 
 
 class _Run:
-    """A few sequences on pools of their own."""
+    """A few sequences on their own pools."""
 
     def __init__(self, paged: PagedModel, num_tokens: int) -> None:
         self._paged = paged

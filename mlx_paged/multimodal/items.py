@@ -45,7 +45,7 @@ class AudioClip:
 
 @dataclass(frozen=True, eq=False)
 class MediaItem:
-    """A decoded item of a prompt. Prompts share it, so nobody may change it.
+    """A decoded item of a prompt. Shared between prompts, so it must not change.
 
     Attributes:
         kind: "image", "video" or "audio".
@@ -96,11 +96,11 @@ class OutOfTime(Unusable):
 
 
 class Work:
-    """A time limit, and whether anybody still waits for the result.
+    """A time limit, and a flag for a result that is no longer wanted.
 
     Args:
         seconds: Time limit, from the start of the work.
-        cancelled: Set when nobody waits any more.
+        cancelled: Set when the result is no longer wanted.
         doing: For errors, such as "it was not fetched".
     """
 

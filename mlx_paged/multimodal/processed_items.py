@@ -15,7 +15,7 @@ T = TypeVar("T")
 class ProcessedItems(Generic[T]):
     """Results by item, evicted by least recent use. Any thread may use it.
 
-    Items are compared by identity, because nobody changes one. The cache does not keep them alive.
+    Items are compared by identity, because they never change. The cache does not keep them alive.
 
     Args:
         max_bytes: Maximum bytes of all results.

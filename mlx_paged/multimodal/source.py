@@ -135,7 +135,7 @@ def _local_file(url: str, max_bytes: int, allowed: Path | None, work: Work) -> b
             raise Unusable("a file: URL must have no host")
         path = Path(unquote(parts.path, errors="strict")).resolve(strict=True)
     except (OSError, ValueError, RuntimeError):
-        # One message for missing files and files outside, so that nobody learns which files exist.
+        # One message for missing and forbidden files, so that clients cannot learn which exist.
         raise Unusable("there is no such file under allowed_local_media_path") from None
     if not path.is_relative_to(allowed):
         raise Unusable("there is no such file under allowed_local_media_path")
@@ -150,7 +150,7 @@ def read_file(path: Path, max_bytes: int, work: Work) -> bytes:
         CancelledError: Nobody waits any more.
     """
     try:
-        # Non-blocking, because nobody may write to a pipe.
+        # Non-blocking, because a pipe may have no writer.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with open(descriptor, "rb") as file:
             about = os.fstat(descriptor)

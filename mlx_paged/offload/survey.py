@@ -99,7 +99,7 @@ def _verify(path: Path, records: Any) -> None:
 def clear(folder: Path, name: str = "") -> int:
     """Deletes the segments of models whose folder begins with `name`; returns their bytes.
 
-    Processes that use the folder go on: for them, the blocks are gone.
+    Processes that use the folder keep running, without the blocks.
     """
     freed = 0
     for model in model_folders(folder):

@@ -1,4 +1,4 @@
-"""SegmentWriter: collects blocks and writes them as segments, on a thread of its own."""
+"""SegmentWriter: collects blocks and writes them as segments, on its own thread."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class SegmentWriter:
                 self._write(batch)
             except NoSpace as error:
                 self._fail("space", "nothing is written: %s", error)
-            except Exception as error:  # of the disk, or no memory: the thread goes on
+            except Exception as error:  # disk errors, out of memory: keep the thread
                 self._fail("write", "cannot write to %s: %s", self._model_folder, error)
             with self._changed:
                 self._release(batch)

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and V4: invocations with named parameters, in tags with a token of their own.
+"""DeepSeek V3.2 and V4: invocations with named parameters, in tags with their own token.
 
 <｜DSML｜function_calls>
 <｜DSML｜invoke name="get_weather">

@@ -1,4 +1,4 @@
-"""dots: invocations with named parameters on lines of their own, in one block.
+"""dots: invocations with named parameters on their own lines, in one block.
 
 <dots_function_call>
 <invoke name="get_weather">

@@ -1,4 +1,4 @@
-"""Gemma 4 and FunctionGemma: calls in a notation of their own, with tokens around strings.
+"""Gemma 4 and FunctionGemma: calls in their own notation, with tokens around strings.
 
 <|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>
 

@@ -1,4 +1,4 @@
-"""GigaChat 3: a JSON object in a turn of its own, which has its own role.
+"""GigaChat 3: a JSON object in its own turn, which has its own role.
 
 <|message_sep|>
 

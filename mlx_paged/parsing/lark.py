@@ -197,7 +197,7 @@ class Lark:
         others: Iterable[str] = (),
         within: str = "",
     ) -> str:
-        """Returns the whole grammar of an answer whose calls have a line of their own, unmarked.
+        """Returns the whole grammar of an answer whose calls have their own line, unmarked.
 
         Args:
             calls: All calls.

@@ -1,4 +1,4 @@
-"""Formats that write objects and arrays within values in a notation of their own, not as JSON."""
+"""Formats that write objects and arrays within values in their own notation, not as JSON."""
 
 from __future__ import annotations
 

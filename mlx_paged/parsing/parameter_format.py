@@ -14,7 +14,7 @@ class ParameterFormat(ToolFormat):
     """A format whose grammar is made of `parameters.parameter_lists`.
 
     Attributes:
-        nests: True if objects and arrays within values have a notation of their own, too.
+        nests: True if objects and arrays within values have their own notation, too.
     """
 
     nests: ClassVar[bool] = False

@@ -26,7 +26,7 @@ _CALL = re.compile(
 
 
 class Qwen3CoderFormat(TaggedFormat):
-    """A block for each call. Values are text on lines of their own, unless the template writes them
+    """A block for each call. Values are text on their own lines, unless the template writes them
     between the tags: then a newline at either end is a part of the value.
     """
 

@@ -101,7 +101,7 @@ class ChildProcess:
         self.send_signal(signal.SIGKILL)
 
     def _watch(self) -> None:
-        """Waits on a thread of its own: of all systems, only Linux lets an event loop do it."""
+        """Waits on its own thread: of all systems, only Linux lets an event loop do it."""
         status = self._process.wait()
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(self._end, status)

@@ -82,7 +82,7 @@ class ServerConfig:
             ("*": any). Checked on loopback, and elsewhere if there are any.
         root_path: Path under which a proxy serves this server.
         log_requests: Write one log line for each request.
-        frontend_multiprocessing: True if the engine runs in a process of its own.
+        frontend_multiprocessing: True if the engine runs in its own process.
         priority_scheduling: True if the engine schedules by `priority`.
         otlp_traces_endpoint: URL of an OpenTelemetry collector that gets a span of each request;
             None: no collector.

@@ -310,7 +310,7 @@ class _Run:
         self._draining = asyncio.ensure_future(self._service.finish(seconds))
 
     async def _watch(self) -> None:
-        """Ends the process when the service cannot go on."""
+        """Ends the process when the service cannot continue."""
         status = await self._service.watch(self._address)
         if status is not None:
             self._status = status

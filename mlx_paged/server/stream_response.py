@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.connection import send_now
 from mlx_paged.server.context import RequestLog
+from mlx_paged.server.disconnect import disconnected
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,7 @@ class LiveResponse(StreamingResponse):
             self._timer.cancel()
 
     async def _await_departure(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._cut()
 
     def _cut(self) -> None:

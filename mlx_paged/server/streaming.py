@@ -26,6 +26,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mlx_paged.server import responses, stream_response
 from mlx_paged.server.bodies import GenerationBody
+from mlx_paged.server.disconnect import ClientDisconnectedError, while_connected
 from mlx_paged.server.errors import ApiError, failed
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.stream_response import EventStream, LineStream
@@ -138,18 +139,10 @@ async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T
     Raises:
         ApiError: 499, the client disconnected.
     """
-    work = asyncio.ensure_future(coroutine)
-    watch = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        # Only the log shows this.
-        raise ApiError(499, "the client disconnected", code="client_closed")
-    finally:
-        for each in (work, watch):
-            each.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
+        return await while_connected(request.receive, coroutine)
+    except ClientDisconnectedError:  # Only the log shows this.
+        raise ApiError(499, "the client disconnected", code="client_closed") from None
 
 
 async def json_response(
@@ -197,11 +190,6 @@ async def _whole(adapter: Adapter) -> Mapping[str, Any]:
     async with adapter.generation:
         await adapter.run()
     return adapter.whole()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _pieces(generation: Generation) -> AsyncIterator[Piece | None]:

@@ -100,7 +100,7 @@ class Incoming:
             return self.failure is not None or (self._is_complete and not self._waiting)
 
     def cancel(self) -> None:
-        """Ends it: nobody takes its blocks any more."""
+        """Ends it: its blocks are no longer wanted."""
         with self._changed:
             self._is_cancelled = True
             while self._waiting:

@@ -39,7 +39,7 @@ class Outgoing:
         on_room: Called when more blocks may be added.
 
     Attributes:
-        is_gone: True if nobody receives the blocks any more.
+        is_gone: True once the receiver is gone.
         num_waiting_bytes: Bytes that wait to be sent.
     """
 
@@ -103,7 +103,7 @@ class Outgoing:
         connection.send_end(self._failure, _STALLED)
 
     def leave(self) -> None:
-        """Drops everything: nobody receives it."""
+        """Drops everything, because the receiver is gone."""
         with self._changed:
             self.is_gone = True
             while self._waiting:
@@ -128,7 +128,7 @@ class Prefiller(Protocol):
         """Begins to compute a prompt. It adds the blocks, and ends `outgoing`."""
 
     def wake(self) -> None:
-        """Told when blocks may be added again, and when nobody receives some any more."""
+        """Is told when blocks may be added again, and when a receiver is gone."""
 
 
 class PrefillServer:

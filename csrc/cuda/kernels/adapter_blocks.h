@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The first half of low-rank adapters: hidden = x @ a[adapter].T. The first blocks of a product's
-// grid compute it while the others read the product's weight; these add the second half
-// (linear_adapters.h) at their end.
+// The first half of LoRA: hidden = x @ a[adapter].T. The first blocks of a product's grid compute
+// it while the others read the product's weight; those then add the second half
+// (linear_adapters.h).
 
 #pragma once
 
@@ -11,9 +11,9 @@
 
 namespace mlx_paged::cuda {
 
-// One block's unit: some rows of x, eight at a time, sixteen of `a` for one target, and one part of
-// the columns. WARPS: warps that multiply. They take turns at steps of 32 columns, which each sums
-// in order.
+// One block's unit of work: some rows of x, eight at a time, by sixteen rows of `a` for one target,
+// over one part of the columns. WARPS warps multiply, taking turns at steps of 32 columns, and each
+// sums its steps in order.
 template <typename T, int WARPS>
 struct AdapterBlock {
   static constexpr int kRanks = kAdapterRanks;  // the rows of an mma

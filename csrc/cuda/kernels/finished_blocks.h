@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Lets the other blocks of a grid wait for its first ones. Blocks start in the order of their
-// numbers and the first ones wait for no other block, so such a wait always ends.
+// Lets a grid's later blocks wait for its first ones. Blocks start in the order of their indices,
+// and the first ones never wait for another block, so every wait ends.
 
 #pragma once
 

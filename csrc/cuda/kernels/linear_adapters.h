@@ -1,8 +1,8 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Adds low-rank adapters (metal/lora.h) to the sums of a product before they are finished, so that
-// no other kernel reads and writes its results: sums += (x @ a[adapter].T) @ b[adapter]. The first
-// blocks of the grid compute x @ a.T (adapter_blocks.h). A row's change depends on that row alone.
+// Adds LoRA adapters (metal/lora.h) to a product's sums before they are written, which saves
+// another kernel's pass over the results: sums += (x @ a[adapter].T) @ b[adapter]. The grid's first
+// blocks compute x @ a.T (adapter_blocks.h). A row's update depends only on that row.
 
 #pragma once
 
@@ -22,7 +22,7 @@ struct AdapterOperands {
   const T* b[kLinearMaxWeights];  // [count, rank, n] for each weight
 };
 
-// The blocks that multiply by `a`, for those that wait for them.
+// Synchronizes the blocks that multiply by `a` with those that wait for them.
 template <typename T>
 __device__ __forceinline__ FinishedBlocks
 finished_blocks(const LinearParams& params, const AdapterOperands<T>& operands) {
@@ -30,15 +30,15 @@ finished_blocks(const LinearParams& params, const AdapterOperands<T>& operands) 
   return {operands.finished, params.adapters.num_units, num_others};
 }
 
-// threadIdx.x, hidden from the compiler: it would keep what follows from it in registers during the
-// products, which have none to spare.
+// threadIdx.x, hidden from the compiler, which would otherwise keep values derived from it in
+// registers during the product, where none are to spare.
 __device__ __forceinline__ int thread_of_block() {
   int this_thread = threadIdx.x;
   asm volatile("" : "+r"(this_thread));
   return this_thread;
 }
 
-// Adapters of a tile of ROWS weight rows, which the blocks of a cluster share.
+// Adds adapters to a tile of ROWS weight rows, which the blocks of a cluster share.
 template <typename T, int ROWS, int TILES, int WARPS>
 struct AddedAdapters {
   static constexpr int kRanks = 16;           // at once: the columns of an mma

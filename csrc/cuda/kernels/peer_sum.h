@@ -1,11 +1,11 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// peer_sum: adds up an array of all ranks over memory that their GPUs share (peer_shape.h).
+// peer_sum: all-reduce of an array through memory that the ranks' GPUs share (peer_shape.h).
 //
-// Block b of a rank works with block b of every other rank, on the same part of the array, in
-// rounds: it writes its region of this round, shows the round's number in every rank's flags, waits
-// until all ranks have shown theirs, and reads their regions. The number of a block's rounds stays
-// in device memory, so that a captured launch can be replayed.
+// Block b of each rank cooperates with block b of every other rank on the same part of the array,
+// in rounds: it writes its region of the round, stores the round's number in every rank's flags,
+// waits until all ranks have shown theirs, and reads their regions. The number of a block's rounds
+// stays in device memory, so that a captured launch can be replayed.
 //
 // Regions alternate. A rank writes a region again two rounds later, when all ranks have shown the
 // round in between, and so have finished reading it. All ranks must launch the same sums in the

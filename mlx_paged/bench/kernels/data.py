@@ -14,7 +14,7 @@ from mlx_paged.bench.kernels.cases import VOCAB_SIZE, Case
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.model.plan import build_plan
 
-# Launches rotate through at most this many sets of sequences; each needs a plan of its own.
+# Launches rotate through at most this many sets of sequences; each needs its own plan.
 MAX_SETS = 128
 # Tokens written per call while a pool is filled.
 _FILL = 1 << 15

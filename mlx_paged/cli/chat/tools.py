@@ -35,7 +35,7 @@ def _escape(character: str) -> str:
 
 
 class ChatTools:
-    """The servers of a chat, on a thread of their own. A context manager.
+    """The servers of a chat, on their own thread. A context manager.
 
     Args:
         specs: the servers.

@@ -145,7 +145,7 @@ def own_server(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a server, waits until it is ready, and ends it afterwards.
 
-    It is in a session of its own, so that Ctrl-C reaches the agent alone, and it ends with this
+    It is in its own session, so that Ctrl-C reaches the agent alone, and it ends with this
     process, even if that is killed.
 
     Args:

@@ -60,7 +60,7 @@ class ModelOptions:
         int,
         option(
             _MODEL,
-            "Serve the model from this many processes, each with devices of its own or a share of "
+            "Serve the model from this many processes, each with its own devices or a share of "
             "the cores. docs/replicas.md",
             "--data-parallel-size",
             "-dp",

@@ -1,6 +1,6 @@
 """ForkingKVManager: a KV store whose sequences are also forked as a whole, cut and overwritten.
 
-The sequences of a scheduler only grow, and write to blocks of their own. These may change at any
+The sequences of a scheduler only grow, and write to their own blocks. These may change at any
 position: `make_writable` replaces shared blocks by copies before a write.
 """
 

@@ -318,7 +318,7 @@ class KVManager:
         tables.restoration = self.restorations[tables] = restoration
 
     def finish_restoration(self, restoration: Restoration) -> None:
-        """Indexes the blocks of a sequence whose content has come back. It can go on."""
+        """Indexes the blocks of a sequence whose content has been restored, so it can continue."""
         assert restoration.is_done
         self._counters.num_restored_tokens += restoration.num_restored_tokens
         self._end_restoration(restoration)

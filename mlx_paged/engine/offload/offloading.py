@@ -2,7 +2,7 @@
 
 Blocks are copied a few at a time, so that running sequences do not stall. They leave the device
 ahead of their eviction, once their sequence is done with them, and come back for a prompt that was
-admitted with blocks of its own and waits::
+admitted with its own blocks and waits::
 
       step 7                   step 8                   step 9
       [decodes]                [decodes]                [decodes + the rest of the prompt]
@@ -211,7 +211,7 @@ class Offloading:
             if is_idle:
                 most, seconds = _IDLE_BYTES, _IDLE_SECONDS
             else:
-                # A device with memory of its own takes the bytes at once, and their time later.
+                # A device with its own memory takes the bytes at once, and their time later.
                 most = int(min(_STEP_BYTES, self.rates.bytes_within(_STEP_SECONDS)))
                 seconds = _STEP_SECONDS
             self._restorer.advance(

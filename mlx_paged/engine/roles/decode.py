@@ -1,6 +1,6 @@
 """RemoteLevel: the blocks of prompts that a prefill engine computes for this one.
 
-A long prompt is sent to the prefill engine when it arrives. It is admitted with blocks of its own,
+A long prompt is sent to the prefill engine when it arrives. It is admitted with its own blocks,
 and waits in a restoration while they are filled, as for a disk::
 
       prefill engine    [ chunk ][ chunk ][ chunk ]

@@ -18,7 +18,7 @@ _UNAVAILABLE = (503, 529)
 _WAITS = tuple(f'"{code}"'.encode() for code in SHORT_OF_MEMORY)
 # Seconds until a request that found the server busy is retried: the first time, and at most.
 _FIRST_WAIT, _MAX_WAIT = 0.02, 1.0
-# Times a request is sent while the server goes on without the model that should answer it.
+# Attempts per request while the server runs without the model that should answer it.
 _MAX_TRIES = 3
 
 

@@ -144,7 +144,7 @@ class MessagesBody(CountBody):
     )
     stop_sequences: Annotated[list[StopString], Field(max_length=64)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="0 is greedy; 1 by default, unless the model has a default of its own."
+        None, description="0 is greedy; 1 by default, unless the model has its own default."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(

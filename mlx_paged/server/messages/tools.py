@@ -206,7 +206,7 @@ def choice_of(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
     return ToolChoice("named", (given.name,), parallel=parallel)
 
 
-# Ids of calls. Anthropic's begin with `toolu_`; templates have forms of their own.
+# Ids of calls. Anthropic's begin with `toolu_`; templates have their own forms.
 
 _PREFIX = "toolu_"
 

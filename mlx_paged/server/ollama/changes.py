@@ -20,6 +20,7 @@ from mlx_paged.server import responses
 from mlx_paged.server.catalog import ModelStatus, catalog_of
 from mlx_paged.server.config import DEFAULT_TAG
 from mlx_paged.server.context import ServerContext, request_log_of, server_context_of
+from mlx_paged.server.disconnect import ClientDisconnectedError, while_connected
 from mlx_paged.server.downloads import Downloads, hub_id_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten, unavailable
 from mlx_paged.server.ollama.answers import PullStatus
@@ -187,18 +188,10 @@ class _PullResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = self._stream if self._streams else self._whole
-        work = asyncio.ensure_future(answer(scope, receive, send))
-        leaving = asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            else:
-                request_log_of(self._request).fields["error"] = "the client disconnected"
-        finally:
-            for task in (work, leaving):
-                task.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
+            await while_connected(receive, answer(scope, receive, send))
+        except ClientDisconnectedError:
+            request_log_of(self._request).fields["error"] = "the client disconnected"
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
@@ -227,8 +220,3 @@ class _PullResponse(Response):
 def _line(content: object) -> dict[str, object]:
     body = responses.json_bytes(content) + b"\n"
     return {"type": "http.response.body", "body": body, "more_body": True}
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -341,7 +341,7 @@ def _check_query(request: Request, *known: str) -> dict[str, str]:
 def _input_of(
     body: PromptBody, context: Context, latest: LatestResponse | None = None
 ) -> tuple[list[Item], Segment | None]:
-    """The new items of a body, and the conversation that they go on from.
+    """The new items of a body, and the conversation that they continue.
 
     Args:
         latest: see `adapter_of`.

@@ -7,6 +7,7 @@ them and the proxies in between from giving up on the connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_paged.server import requests, responses
 from mlx_paged.server.context import RequestLog, request_log_of
+from mlx_paged.server.disconnect import ClientDisconnectedError, while_connected
 from mlx_paged.server.errors import (
     ApiError,
     bad_request,
@@ -208,16 +210,10 @@ class ForwardedResponse(Response):
             self._lease = router_of(self._request).pool.lease(self._model, self._keep_alive)
         else:
             self._lease, self._upstream = self._begun
-        work = asyncio.ensure_future(self._answer(scope, receive, send))
-        leaving = asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            with contextlib.suppress(ClientDisconnectedError):
+                await while_connected(receive, self._answer(scope, receive, send))
         finally:
-            for task in (work, leaving):
-                task.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
             if self._upstream is not None:
                 self._upstream.close()
             self._lease.release()
@@ -329,11 +325,6 @@ def marks_of(scope: Scope) -> list[Header]:
 def _path_of(request: Request) -> str:
     path: str = request.scope["path"]
     return path.removeprefix(request.scope.get("root_path", "")) or "/"
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _body(chunk: bytes, *, is_last: bool = False) -> dict[str, Any]:

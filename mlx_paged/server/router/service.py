@@ -30,7 +30,7 @@ class RouterService:
     """Serves several models; see `run.Service`.
 
     Args:
-        entry: The module whose `main` serves one model in a process of its own.
+        entry: The module whose `main` serves one model in its own process.
         address: The address that the server listens on; "" for a Unix domain socket.
         budget: Maximum bytes of all loaded models.
         max_waiting: See `ModelPool`.

@@ -29,7 +29,7 @@ class ModelSpec:
         max_num_seqs: Maximum sequences that it runs at once.
         launch: Options for its process, as opaque bytes that `ModelProcess` passes on.
         environments: Environment variables of each process; more than one means replicas.
-        has_own_devices: True if each replica has a device of its own, with its own memory.
+        has_own_devices: True if each replica has its own device and memory.
     """
 
     name: str
