@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "product_pieces.h"
+#include "rounded_rows.h"
 #include "scratch.h"
 #include "weights.h"
 
@@ -58,6 +59,17 @@ void multiply_many(const float* x, const cpu::WeightView& weights, float* out, i
   }
 }
 
+// An operand of products: [rows, k].
+struct Rows {
+  const float* x;
+  int count;
+  uint64_t input;  // see cpu::input_number
+
+  Rows range(int begin, int end, int k) const {
+    return {x + int64_t(begin) * k, end - begin, input};
+  }
+};
+
 // Rows that are rounded at a time, so that they stay in cache while all weights pass. Kernels for
 // AMX need them in the L2 cache; they multiply a row in less time than memory delivers it.
 int rows_at_once(bool uses_amx, int64_t row_bytes) {
@@ -68,110 +80,127 @@ int rows_at_once(bool uses_amx, int64_t row_bytes) {
              : int(std::clamp<int64_t>(kAmxBytes / row_bytes / 16 * 16, kMinAmxRows, kMaxRows));
 }
 
-// The same with integer activations, a block of rows at a time.
-void multiply_integers(
-    const cpu::IntegerKernels& integers, const float* x, const cpu::WeightView& weights, float* out,
-    int m) {
+// Multiplies `max_rows` rounded rows at a time. round(rows, to, begin, end) rounds rows [begin,
+// end) of a block; multiply(rows, rounded, first) multiplies a block, whose first row is row
+// `first`.
+template <typename Round, typename Multiply>
+void multiply_rounded_blocks(
+    const Rows& x, const cpu::WeightView& weights, const void* kernels, int max_rows,
+    int64_t block_bytes, const Round& round, const Multiply& multiply) {
   constexpr int kAtOnce = 4;  // rows rounded per task
+  thread_local cpu::RoundedRows rounded;
+  rounded.begin(
+      {x.input, x.x, x.count, weights.bits, kernels}, (x.count + max_rows - 1) / max_rows,
+      block_bytes);
+  for (int begin = 0, block = 0; begin < x.count; begin += max_rows, block++) {
+    Rows rows = x.range(begin, std::min(begin + max_rows, x.count), weights.k);
+    char* to = rounded.block(block);
+    if (!rounded.has(block)) {
+      cpu::parallel_for((rows.count + kAtOnce - 1) / kAtOnce, [&](int task, int) {
+        int first = task * kAtOnce;
+        round(rows, to, first, std::min(first + kAtOnce, rows.count));
+      });
+      rounded.set_done(block);
+    }
+    multiply(rows, to, begin);
+  }
+}
+
+// Multiplies many rows with integer activations.
+void multiply_integers(
+    const cpu::IntegerKernels& integers, const Rows& x, const cpu::WeightView& weights,
+    float* out) {
   int n = weights.n;
   int k = weights.k;
   // Long rows pass in chunks.
   int64_t row_bytes = integers.row_bytes(std::min(k, cpu::kAmxChunk));
-  int max_rows = std::min(m, rows_at_once(integers.uses_blocks(m), row_bytes));
-  // Reused, so that its pages are not mapped anew for every product.
-  thread_local Scratch memory;
-  char* rounded = memory.at_least<char>(integers.rounded_bytes(max_rows, k));
-  for (int begin = 0; begin < m; begin += max_rows) {
-    int rows = std::min(max_rows, m - begin);
-    const float* from = x + int64_t(begin) * k;
-    cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
-      int first = task * kAtOnce;
-      integers.round(
-          {from, k, rows, k, weights.bits, rounded}, first, std::min(first + kAtOnce, rows));
-    });
-    cpu::for_product_pieces(
-        rows, n, k, weights.bits, n,
-        [&](int64_t first, int64_t last) {
-          float* scratch = cpu::thread_scratch(integers.num_scratch_floats(rows, weights));
-          float* to = out + int64_t(begin) * n;
-          cpu::multiply_rounded(
-              integers, {rounded, weights, to, rows, n, scratch}, from, k, first, last);
-        },
-        cpu::kIntegerTileColumns);
-  }
+  int max_rows = std::min(x.count, rows_at_once(integers.uses_blocks(x.count), row_bytes));
+  multiply_rounded_blocks(
+      x, weights, &integers, max_rows, integers.rounded_bytes(max_rows, k),
+      [&](const Rows& rows, char* to, int begin, int end) {
+        integers.round({rows.x, k, rows.count, k, weights.bits, to}, begin, end);
+      },
+      [&](const Rows& rows, const char* rounded, int row) {
+        float* to = out + int64_t(row) * n;
+        cpu::for_product_pieces(
+            rows.count, n, k, weights.bits, n,
+            [&](int64_t first, int64_t last) {
+              float* scratch =
+                  cpu::thread_scratch(integers.num_scratch_floats(rows.count, weights));
+              cpu::multiply_rounded(
+                  integers, {rounded, weights, to, rows.count, n, scratch}, rows.x, k, first, last);
+            },
+            cpu::kIntegerTileColumns);
+      });
 }
 
 // The same with activations rounded to bfloat16, or split into several.
 void multiply_bfloat(
-    const cpu::BFloatKernels& bfloat, const float* x, const cpu::WeightView& weights, float* out,
-    int m) {
-  constexpr int kAtOnce = 4;  // rows rounded per task
+    const cpu::BFloatKernels& bfloat, const Rows& x, const cpu::WeightView& weights, float* out) {
   int n = weights.n;
   int k = weights.k;
   bool uses_amx = bfloat.row_block > 1;
-  int64_t row_bytes = bfloat.parts * cpu::bfloat_stride(k) * int64_t(sizeof(uint16_t));
-  int max_rows = uses_amx ? std::min(m, rows_at_once(true, row_bytes)) : m;
-  // Reused, so that its pages are not mapped anew for every product.
-  thread_local Scratch memory;
-  uint16_t* rounded = memory.at_least<uint16_t>(bfloat.rounded_size(max_rows, k));
-  for (int begin = 0; begin < m; begin += max_rows) {
-    int rows = std::min(max_rows, m - begin);
-    const float* from = x + int64_t(begin) * k;
-    cpu::parallel_for((rows + kAtOnce - 1) / kAtOnce, [&](int task, int) {
-      int first = task * kAtOnce;
-      bfloat.round({from, k, rows, k, rounded}, first, std::min(first + kAtOnce, rows));
-    });
-    cpu::for_product_pieces(
-        rows, n, k, weights.bits, n,
-        [&](int64_t first, int64_t last) {
-          float* scratch = cpu::thread_scratch(bfloat.num_scratch_floats(k));
-          bfloat.product(
-              {rounded, weights, out + int64_t(begin) * n, rows, n, scratch}, first, last);
-        },
-        cpu::kBFloatTileColumns);
-  }
+  constexpr int64_t kPart = sizeof(uint16_t);
+  int64_t row_bytes = bfloat.parts * cpu::bfloat_stride(k) * kPart;
+  int max_rows = uses_amx ? std::min(x.count, rows_at_once(true, row_bytes)) : x.count;
+  multiply_rounded_blocks(
+      x, weights, &bfloat, max_rows, bfloat.rounded_size(max_rows, k) * kPart,
+      [&](const Rows& rows, char* to, int begin, int end) {
+        bfloat.round({rows.x, k, rows.count, k, reinterpret_cast<uint16_t*>(to)}, begin, end);
+      },
+      [&](const Rows& rows, const char* rounded, int row) {
+        auto from = reinterpret_cast<const uint16_t*>(rounded);
+        float* to = out + int64_t(row) * n;
+        cpu::for_product_pieces(
+            rows.count, n, k, weights.bits, n,
+            [&](int64_t first, int64_t last) {
+              float* scratch = cpu::thread_scratch(bfloat.num_scratch_floats(k));
+              bfloat.product({from, weights, to, rows.count, n, scratch}, first, last);
+            },
+            cpu::kBFloatTileColumns);
+      });
 }
 
 // Up to this many rows, a BLAS is not faster than products by rows.
 constexpr int kFewRows = 64;
 
-// Computes x [m, k] times the rows of weights, plus bias if there is one. The first `by_rows` rows
-// are summed in the same order for any m.
+// Computes x [rows, k] times the rows of weights, plus bias if there is one. The first `by_rows`
+// rows are summed in the same order for any number of rows.
 void multiply(
-    const float* x, const cpu::WeightView& weights, const float* bias, float* out, int m,
+    const Rows& x, const cpu::WeightView& weights, const float* bias, float* out,
     Activations activations, int by_rows) {
+  int m = x.count;
   if (m == 0) {
     return;
   }
   int n = weights.n;
   int k = weights.k;
-  if (m > kFewRows && by_rows > 0 && by_rows < m) {
-    multiply(x, weights, bias, out, by_rows, activations, by_rows);
-    x += int64_t(by_rows) * k;
-    out += int64_t(by_rows) * n;
-    m -= by_rows;
-    by_rows = 0;
+  const auto* integers = cpu::integer_kernels(activations, weights);
+  bool is_exact = integers && !integers->leaves_many_rows;
+  if (!is_exact && m > kFewRows && by_rows > 0 && by_rows < m) {
+    multiply(x.range(0, by_rows, k), weights, bias, out, activations, by_rows);
+    return multiply(
+        x.range(by_rows, m, k), weights, bias, out + int64_t(by_rows) * n, activations, 0);
   }
   const auto& product = cpu::kernels().product;
   bool is_float = weights.format == WeightFormat::dense && weights.dtype == DType::float32;
   bool is_by_row = by_rows >= m || m <= kFewRows || !cpu::find_sgemm();
-  const auto* integers = cpu::integer_kernels(activations, weights);
-  if (integers && (is_by_row || !integers->leaves_many_rows)) {
-    multiply_integers(*integers, x, weights, out, m);
+  if (is_exact || (integers && is_by_row)) {
+    multiply_integers(*integers, x, weights, out);
   } else if (
       activations == Activations::bfloat16 && cpu::kernels().rounded.bfloat.serves(weights) &&
       m > product.max_rows(weights)) {
-    multiply_bfloat(cpu::kernels().rounded.bfloat, x, weights, out, m);
+    multiply_bfloat(cpu::kernels().rounded.bfloat, x, weights, out);
   } else if (is_by_row) {
     cpu::for_product_pieces(m, n, k, weights.bits, n, [&](int64_t begin, int64_t end) {
-      product.few_rows({x, weights, out, m, k, n}, begin, end);
+      product.few_rows({x.x, weights, out, m, k, n}, begin, end);
     });
   } else if (cpu::kernels().rounded.wide_bfloat.serves(weights)) {
-    multiply_bfloat(cpu::kernels().rounded.wide_bfloat, x, weights, out, m);
+    multiply_bfloat(cpu::kernels().rounded.wide_bfloat, x, weights, out);
   } else if (is_float) {
-    sgemm(m, n, k, x, static_cast<const float*>(weights.data), out, n);
+    sgemm(m, n, k, x.x, static_cast<const float*>(weights.data), out, n);
   } else {
-    multiply_many(x, weights, out, m);
+    multiply_many(x.x, weights, out, m);
   }
   if (!bias) {
     return;
@@ -242,11 +271,14 @@ void Linear::eval_cpu(const Arrays& inputs, Arrays& out) {
   allocate(out[0]);
   cpu::dispatch(
       encoder, out,
-      [m = int(in[0].size() / in[1].shape(1)), x = in[0].data<float>(),
+      [x =
+           Rows{
+               in[0].data<float>(), int(in[0].size() / in[1].shape(1)),
+               cpu::input_number(inputs[0])},
        weights = cpu::weights_of(&in[1], kDenseWeight),
        bias = in.size() > 2 ? in[2].data<float>() : nullptr, out = out[0].data<float>(),
        activations = activations_,
-       by_rows = by_rows_] { multiply(x, weights, bias, out, m, activations, by_rows); });
+       by_rows = by_rows_] { multiply(x, weights, bias, out, activations, by_rows); });
 }
 
 void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
@@ -257,10 +289,10 @@ void QuantizedLinear::eval_cpu(const Arrays& inputs, Arrays& out) {
   size_t bias = w.biases ? 4 : 3;
   cpu::dispatch(
       encoder, out,
-      [m = int(in[0].size() / w.k), x = in[0].data<float>(), w,
+      [x = Rows{in[0].data<float>(), int(in[0].size() / w.k), cpu::input_number(inputs[0])}, w,
        bias = in.size() > bias ? in[bias].data<float>() : nullptr, out = out[0].data<float>(),
        activations = activations_,
-       by_rows = by_rows_] { multiply(x, w, bias, out, m, activations, by_rows); });
+       by_rows = by_rows_] { multiply(x, w, bias, out, activations, by_rows); });
 }
 
 void Lookup::eval_cpu(const Arrays& inputs, Arrays& out) {

@@ -441,6 +441,35 @@ def test_a_row_in_parts_does_not_depend_on_the_others(rng) -> None:
             assert (np.sign(got[7]) == np.sign(sums)).all()
 
 
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+@pytest.mark.parametrize("rows", [3, 300])
+def test_products_of_one_input_share_its_rounded_rows(rng, activations: str, rows: int) -> None:
+    """Each product has the bits that it has of an array that no product has seen."""
+    forms = [(4, 64), (4, 64), (8, 32)]
+    weights = [quantised(rng, 40, 256, "affine", *form, mx.float32) for form in forms]
+    inputs = [rng.standard_normal((rows, 256)).astype(np.float32) for _ in range(2)]
+
+    def product(x: mx.array, which: int) -> mx.array:
+        bits, group = forms[which]
+        return ops.quantized_linear(
+            x, *weights[which], bits=bits, group_size=group, activations=activations, by_rows=True
+        )
+
+    a, b = map(mx.array, inputs)
+    for x in (a, b):
+        mx.eval([product(x, 0), product(x, 1), product(x, 2), product(x, 0)])
+    order = [(0, 0), (0, 1), (0, 2), (0, 1), (1, 1), (0, 1), (0, 0)]
+    got = [product((a, b)[of], which) for of, which in order]
+    for array in got:  # in this order, as the products of a layer
+        mx.eval(array)
+    for (of, which), array in zip(order, got):
+        expected = product(mx.array(inputs[of]), which)
+        assert np.array_equal(np.array(array), np.array(expected)), (of, which)
+    a += b
+    expected = product(mx.array(inputs[0] + inputs[1]), 0)
+    assert np.array_equal(np.array(product(a, 0)), np.array(expected))
+
+
 # --- Names and instruction sets -------------------------------------------------------------------
 
 
