@@ -20,7 +20,7 @@ namespace {
 
 using cpu::CpuExecutable;
 
-// in: the inputs of the executable. out: its results, then its pools in place.
+// in: the inputs of the executable. out: its results, then its pools in place, or the last of them.
 class CpuStep : public Node {
  public:
   CpuStep(mx::Stream stream, std::shared_ptr<const CpuExecutable> executable)
@@ -44,10 +44,16 @@ class CpuStep : public Node {
       results.push_back(out[i].data<char>());
     }
     const auto& pools = executable_->pools();
+    size_t first_returned = pools.size() - (out.size() - num_results);
     for (size_t i = 0; i < pools.size(); i++) {
-      auto& pool = out[num_results + i];
-      cpu::alias_or_copy_pool(inputs[pools[i]], pool, encoder);
-      in[pools[i]] = mx::array::unsafe_weak_copy(pool);
+      const mx::array& pool = inputs[pools[i]];
+      if (i >= first_returned) {
+        auto& returned = out[num_results + i - first_returned];
+        cpu::alias_or_copy_pool(pool, returned, encoder);
+        in[pools[i]] = mx::array::unsafe_weak_copy(returned);
+      } else if (!can_alias_pool(pool)) {
+        throw std::runtime_error("[cpu_executable] pools must be dense");
+      }
     }
     executable_->queue(in, results, stream());
   }
@@ -77,14 +83,15 @@ Executable* compile(const Arrays& inputs, const Arrays& outputs) {
   }
 }
 
-Arrays run(const Executable& self, const Arrays& inputs, mx::StreamOrDevice s) {
+Arrays run(const Executable& self, const Arrays& inputs, bool returns_pools, mx::StreamOrDevice s) {
   const auto& executable = self.executable;
   executable->check(inputs);
   std::vector<mx::Shape> shapes = executable->results();
   std::vector<mx::Dtype> dtypes(shapes.size(), mx::float32);
-  for (int i : executable->pools()) {
-    shapes.push_back(inputs[i].shape());
-    dtypes.push_back(inputs[i].dtype());
+  const auto& pools = executable->pools();
+  for (size_t i = returns_pools || pools.empty() ? 0 : pools.size() - 1; i < pools.size(); i++) {
+    shapes.push_back(inputs[pools[i]].shape());
+    dtypes.push_back(inputs[pools[i]].dtype());
   }
   auto stream = executable->stream().value_or(mx::to_stream(s));
   return mx::array::make_arrays(
@@ -106,7 +113,7 @@ void bind_cpu_executable(nb::module_& m) {
   }
   nb::class_<Executable>(m, "CpuExecutable", "A graph that runs as one operation on the CPU.")
       .def(nb::new_(&compile), "inputs"_a, "outputs"_a)
-      .def("__call__", &run, "inputs"_a, nb::kw_only(), "stream"_a = nb::none())
+      .def("__call__", &run, "inputs"_a, nb::kw_only(), "returns_pools"_a, "stream"_a = nb::none())
       .def_prop_ro(
           "num_phases", [](const Executable& self) { return self.executable->num_phases(); })
       .def_prop_ro(

@@ -84,26 +84,27 @@ def input_tokens(
         num_more: Padding rows at the end.
         stays: See `ops.upload`; used if all tokens are known.
     """
+    num_known, num_seqs = batch.input_from.count(-1), len(batch.seq_ids)
+    if (
+        previous is not None
+        and previous.tokens.size == num_seqs + num_more
+        and batch.input_from.tolist() == list(range(num_seqs))
+    ):
+        return previous.tokens  # the same sequences in the same order, and any padding
     known = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
     if num_more:
         known = np.concatenate([known, np.zeros(num_more, dtype=np.int32)])
-    num_known = batch.input_from.count(-1)
     drafts: DraftsInFlight | None = batch.drafts_in_flight
     if drafts is not None:
-        assert num_known == len(batch.seq_ids), "drafts follow a token that is in flight"
+        assert num_known == num_seqs, "drafts follow a token that is in flight"
         source = np.full(len(known), -1, dtype=np.int32)
         source[: len(batch.token_ids)] = drafts.sources(batch)
         return _merged(source, known, drafts.tokens)
-    if num_known == len(batch.seq_ids):
+    if num_known == num_seqs:
         return ops.upload(known, stays=stays)[0]
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     input_from = np.frombuffer(batch.input_from, dtype=np.int32)
     if num_known == 0:
-        num_rows = len(input_from) + num_more
-        if previous.tokens.size == num_rows and np.array_equal(
-            input_from, np.arange(len(input_from))
-        ):
-            return previous.tokens  # the same sequences in the same order, and any padding
         padded = np.concatenate([input_from, np.zeros(num_more, dtype=np.int32)])
         return previous.tokens[ops.upload(padded)[0]]
     source = np.full(len(known), -1, dtype=np.int32)

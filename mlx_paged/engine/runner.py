@@ -185,6 +185,7 @@ class ModelRunner:
         # On a GPU, kernels for one row of a sequence and for several sum in different orders.
         self.splits_drafts = not (model.platform.on_cpu or model.layout.has_states)
         self.model = model
+        model.runs_in_order = True
         self.media = media
         self._masks = masks
         self._tables = BlockTableCache()
@@ -532,10 +533,12 @@ class ModelRunner:
         return StepRows(query_lens, context_lens, begins, wanted, num_sampled, num_ordered)
 
     def _num_ordered(self, batch: StepBatch, query_lens: np.ndarray) -> int:
-        # The leading rows belong to decodes and their drafts, or to the last token of a prompt.
-        is_decode = query_lens == 1 + np.frombuffer(batch.num_drafts, dtype=np.int32)
-        num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
-        num_ordered = int(query_lens[:num_decodes].sum())
+        num_ordered = len(query_lens)
+        if not batch.is_decode:
+            # The leading rows belong to decodes and their drafts, or to the last token of a prompt.
+            is_decode = query_lens == 1 + np.frombuffer(batch.num_drafts, dtype=np.int32)
+            num_decodes = len(is_decode) if is_decode.all() else int(is_decode.argmin())
+            num_ordered = int(query_lens[:num_decodes].sum())
         return num_ordered if self._orders_all or num_ordered <= _MAX_ORDERED_ROWS else 0
 
     def _block_tables(

@@ -128,6 +128,7 @@ class GraphRunner:
         platform: The device of the steps; None means MLX's default device.
         enabled: False compiles nothing.
         chooses: True if `forward` returns logits to choose tokens from.
+        in_order: See `PagedModel.runs_in_order`.
         model_name: For log messages.
 
     Attributes:
@@ -142,11 +143,13 @@ class GraphRunner:
         platform: Platform | None = None,
         enabled: bool = True,
         chooses: Callable[[], bool] = lambda: False,
+        in_order: bool = False,
         model_name: str = "this model",
     ) -> None:
         self._forward = forward
         self.platform = platform or Platform.current()
         self._chooses = chooses
+        self._in_order = in_order
         self._model_name = model_name
         self._times: OrderedDict[object, int] = OrderedDict()  # times a shape occurred
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
@@ -344,10 +347,12 @@ class GraphRunner:
         logits, written, _, taps = forward(inputs[0], inputs[1:end], inputs[end:])
         executable = executables.CpuExecutable(inputs, [logits, *taps, *written])
         self._note_foreign(executable.foreign)
+        num_taps, in_order = len(taps), self._in_order
 
         def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
-            logits, *rest = executable([tokens, *arrays, *pools])
-            return StepOutput(logits, rest[len(taps) :], None, rest[: len(taps)])
+            logits, *more = executable([tokens, *arrays, *pools], returns_pools=not in_order)
+            taps, written = more[:num_taps], more[num_taps:]
+            return StepOutput(logits, [*pools[:-1], *written] if in_order else written, None, taps)
 
         return run
 

@@ -66,6 +66,9 @@ class PagedModel:
     Attributes:
         platform: The device of the steps.
         repeats_steps: True if repeating decode steps may become graphs, in pools allocated later.
+        runs_in_order: True if a step starts on the device before anything else uses the pools, in
+            pools allocated later. Then only the last pool's handle waits for an executable of the
+            CPU, because new handles of all pools cost the host much time.
         adapter_layers: The slots for adapters; None before `enable_adapters`.
         prunes_last_layer: True if the last layer of a step with prompts may leave out rows that are
             not sampled. All ranks must do the same.
@@ -100,6 +103,7 @@ class PagedModel:
         self.caches: list[object] = []
         self._allocated: list[mx.array] = []  # the first handles of the pools
         self.repeats_steps = True
+        self.runs_in_order = False
         self.prunes_last_layer = True
         self._taps: Taps | None = None
         self._stage: Stage | None = None
@@ -116,6 +120,7 @@ class PagedModel:
             platform=self.platform,
             enabled=self.repeats_steps,
             chooses=self._chooses,
+            in_order=self.runs_in_order,
             model_name=str(name),
         )
 

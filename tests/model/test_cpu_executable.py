@@ -430,6 +430,34 @@ def test_lookups_refuse_what_is_no_embedding() -> None:
         ops.lookup(ids, *quantised[:2], group_size=32, bits=4)
 
 
+@pytest.mark.parametrize("returns_pools", [True, False])
+def test_pools_are_written_in_place_with_or_without_new_handles(returns_pools: bool) -> None:
+    pools = [ops.allocate_pool(2, 8, 1, 8, mx.float32) for _ in range(4)]
+    rows, slots = mx.arange(1.0, 17.0).reshape(2, 1, 8), mx.array([9, 12], mx.int32)
+    mx.eval(rows, slots, *pools)
+    inputs = executables.placeholders([rows, slots, *pools])
+    written: list[mx.array] = []
+    for first in (2, 4):
+        pair = inputs[first : first + 2]
+        written += ops.write_kv(*pair, inputs[0] * float(first), inputs[0], inputs[1])
+    program = executables.CpuExecutable(inputs, [inputs[0] * 2.0, *written])
+    copies = ops.pool_copies()
+    result, *handles = program([rows, slots, *pools], returns_pools=returns_pools)
+    assert len(handles) == (4 if returns_pools else 1)
+    mx.eval(handles[-1])  # waits for the whole step
+    assert ops.pool_copies() == copies
+    np.testing.assert_array_equal(np.array(result), 2 * np.array(rows))
+    for pool, factor in zip(pools, (2, 1, 4, 1)):
+        kept = np.array(pool).reshape(16, 1, 8)
+        np.testing.assert_array_equal(kept[[9, 12]], factor * np.array(rows))
+    # A pool in other memory would have to be copied, and the caller could not see its contents.
+    strided = mx.zeros((2, 8, 1, 16))[..., ::2]
+    mx.eval(strided)
+    if not returns_pools:
+        with pytest.raises(RuntimeError, match="pools must be dense"):
+            mx.eval(program([rows, slots, strided, *pools[1:]], returns_pools=False))
+
+
 def test_a_plan_that_is_used_for_more_than_attention_is_refused() -> None:
     plan = build_plan([[1], [2]], [3, 4], [1, 1], block_size=8)
     pool = ops.allocate_pool(4, 8, 1, 8, mx.float32)
