@@ -60,13 +60,10 @@ route_experts(
   int top_k = params.top_k;
   int num_pairs = params.num_rows * top_k;
   int num_fours = (num_pairs + 3) / 4;
-  // One byte per place: 1 if an item begins there. Counted by popcount.
-  threadgroup uint* begins = (threadgroup uint*)experts + 4 * num_fours;
+  // Of each expert: its number of pairs, and in the upper half that of its items.
+  threadgroup int* totals = experts + 4 * num_fours;
   if (int(thread_id) < 4 * num_fours - num_pairs) {
     experts[num_pairs + int(thread_id)] = 0x7fffffff;  // sorts after all others
-  }
-  for (int i = int(thread_id); i < num_fours; i += threads) {
-    begins[i] = 0;
   }
   for (int row = int(simd_id); row < params.num_rows; row += threads / 32) {
     float values[ROUTE_CHUNKS];
@@ -140,52 +137,46 @@ route_experts(
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  int places[ROUTE_PAIRS], counts[ROUTE_PAIRS], before_of_expert[ROUTE_PAIRS];
-  PAGED_UNROLL
-  for (int i = 0; i < ROUTE_PAIRS; i++) {
-    int pair = int(thread_id) + i * threads;
-    if (pair < num_pairs) {
-      int ours = experts[pair];
-      int before = 0;
-      counts[i] = 0;
-      before_of_expert[i] = 0;
-      for (int f = 0; f < num_fours; f++) {
-        int4 four = ((threadgroup const int4*)experts)[f];
-        int others[4] = {four.x, four.y, four.z, four.w};
-        PAGED_UNROLL
-        for (int e = 0; e < 4; e++) {
-          before += others[e] < ours;
-          counts[i] += others[e] == ours;
-          before_of_expert[i] += others[e] == ours && 4 * f + e < pair;
-        }
-      }
-      places[i] = before + before_of_expert[i];
-      sorted_pairs[places[i]] = pair;
-      if (before_of_expert[i] % params.item_rows == 0) {
-        ((threadgroup uchar*)begins)[places[i]] = 1;
-      }
+  // Each thread counts the pairs of its experts.
+  for (int expert = int(thread_id); expert < params.num_experts; expert += threads) {
+    int count = 0;
+    for (int f = 0; f < num_fours; f++) {
+      int4 four = ((threadgroup const int4*)experts)[f];
+      count += (four.x == expert) + (four.y == expert) + (four.z == expert) + (four.w == expert);
     }
+    int num_items = (count + params.item_rows - 1) / params.item_rows;
+    totals[expert] = count | num_items << 16;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  PAGED_UNROLL
-  for (int i = 0; i < ROUTE_PAIRS; i++) {
-    int pair = int(thread_id) + i * threads;
-    if (pair < num_pairs) {
-      int place = places[i];
-      int item = popcount(begins[place / 4] & ((1u << 8 * (place % 4)) - 1u));
-      for (int f = 0; f < place / 4; f++) {
-        item += popcount(begins[f]);
-      }
-      bool begins_item = before_of_expert[i] % params.item_rows == 0;
-      if (begins_item) {
-        items[3 * item] = experts[pair];
-        items[3 * item + 1] = place;
-        items[3 * item + 2] = min(counts[i] - before_of_expert[i], params.item_rows);
-      }
-      if (place == num_pairs - 1) {
-        for (int other = item + begins_item; other < params.max_items; other++) {
-          items[3 * other + 2] = 0;
+  // They lie behind those of all experts before it, in the order of rows.
+  for (int expert = int(thread_id); expert < params.num_experts; expert += threads) {
+    int before = 0;
+    for (int other = 0; other < expert; other++) {
+      before += totals[other];
+    }
+    int place = before & 0xffff;
+    int item = before >> 16;
+    int count = totals[expert] & 0xffff;
+    for (int i = 0; i < count; i += params.item_rows) {
+      items[3 * item] = expert;
+      items[3 * item + 1] = place + i;
+      items[3 * item + 2] = min(count - i, params.item_rows);
+      item++;
+    }
+    for (int f = 0; count > 0 && f < num_fours; f++) {
+      int4 four = ((threadgroup const int4*)experts)[f];
+      int others[4] = {four.x, four.y, four.z, four.w};
+      PAGED_UNROLL
+      for (int e = 0; e < 4; e++) {
+        if (others[e] == expert) {
+          sorted_pairs[place] = 4 * f + e;
+          place++;
         }
+      }
+    }
+    if (expert == params.num_experts - 1) {
+      for (; item < params.max_items; item++) {
+        items[3 * item + 2] = 0;
       }
     }
   }

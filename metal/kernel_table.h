@@ -79,8 +79,7 @@ enum {
   LORA_STEP = 8,        // rows of b that a thread loads at once
   ROUTE_THREADS = 512,  // of route_experts, maximum
   ROUTE_CHUNKS = 8,     // of 32 experts: maximum number to choose from
-  ROUTE_PAIRS = 2,      // per thread
-  ROUTE_MAX_PAIRS = ROUTE_PAIRS * ROUTE_THREADS,
+  ROUTE_MAX_PAIRS = 4096,
 };
 
 // Rows of the weight per SIMD-group of a product of `rows` rows: as many as fit in registers,

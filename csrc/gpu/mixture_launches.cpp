@@ -64,11 +64,12 @@ class Launches {
     bind(launch, step_.items, Access::write);
     launch.constants = bytes_of(route_);
     launch.grid = {1, 1, 1};
-    // One SIMD-group per row, and one thread per pair.
-    int num_threads = std::max(32 * route_.num_rows, step_.num_pairs());
+    // One SIMD-group per row, then one thread per expert.
+    int num_threads = std::max(32 * route_.num_rows, route_.num_experts);
     launch.threadgroup = {
         std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(num_threads, 32)), 1, 1};
-    launch.threadgroup_memory = 16 * div_up(5 * 4 * div_up(step_.num_pairs(), 4), 16);
+    int fours = int(div_up(step_.num_pairs(), 4) + div_up(route_.num_experts, 4));
+    launch.threadgroup_memory = 16 * fours;  // int4
     all_.push_back(std::move(launch));
   }
 

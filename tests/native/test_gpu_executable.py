@@ -4,6 +4,7 @@ read from, and each kernel against float64."""
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -241,22 +242,30 @@ def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str) ->
     assert kernels[-4:] == ends
 
 
+MIXTURE: dict[str, Any] = {
+    **tiny_config("qwen3", head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112),
+    **{"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []},
+    **{"moe_intermediate_size": 32, "norm_topk_prob": True},
+    **{"num_experts": 8, "num_experts_per_tok": 4},
+}
+
+
 @pytest.mark.parametrize(("rows", "tiles", "linear_tiles"), [(1, 1, 1), (9, 2, 2), (60, 8, 8)])
 def test_a_mixture_is_few_kernels_with_cuda(rows: int, tiles: int, linear_tiles: int) -> None:
     """Four, besides the norm and the router's product."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": True}
-    config = {
-        **tiny_config("qwen3", head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112),
-        **{"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []},
-        **{"moe_intermediate_size": 32, **experts},
-    }
-    kernels = kernels_of(config, rows, dtype=mx.bfloat16, cuda=True)
+    kernels = kernels_of(MIXTURE, rows, dtype=mx.bfloat16, cuda=True)
     linear, expert = f"linear_stream_bfloat16_{linear_tiles}", f"expert_stream_bfloat16_{tiles}"
     norm, write = "add_rms_norm_bfloat16", "rope_write_bfloat16"
     attention = [norm, linear, write, "paged_decode_tensor_bfloat16_64_n1", linear]
     mixture = [norm, linear, "route_experts_bfloat16", expert, expert, "combine_experts_bfloat16"]
     of_layers = [k for k in kernels if k not in ("gather_rows_bfloat16", "rope_rotations")]
     assert of_layers[: 3 * 11] == (attention + mixture) * 3
+
+
+def test_a_mixture_of_many_rows_has_the_kernels_of_few_with_cuda() -> None:
+    kernels = Counter(kernels_of(MIXTURE, 130, dtype=mx.bfloat16, cuda=True))
+    assert kernels["route_experts_bfloat16"] == kernels["combine_experts_bfloat16"] == 3
+    assert kernels["expert_stream_bfloat16_8"] == 6 and kernels["library_product"]
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -500,7 +509,7 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
     ("router", "rows", "num_experts", "top_k"),
     [
         ("softmax, last", 1, 5, 2), ("normalised", 9, 40, 8), ("first, softmax", 33, 4, 3),
-        ("first, softmax", 17, 130, 3), ("normalised", 40, 2, 2),
+        ("first, softmax", 17, 130, 3), ("normalised", 40, 2, 2), ("normalised", 150, 12, 8),
     ],
 )  # fmt: skip
 def test_a_mixture(rng, dtype, has_bias, router: str, rows: int, num_experts: int, top_k: int):
