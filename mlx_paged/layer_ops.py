@@ -200,9 +200,9 @@ def quantized_linear(
 
     A single operation on the CPU, which reads the weight without conversion and computes in float32
     for all dtypes. Also a single operation with CUDA, in 16 bits with scales of the same dtype, in
-    every format except "nvfp4": for up to 64 rows, with a copy engine (sm_90) up to 512; and with
-    Metal, for up to 16 rows in every format, where calibration allows it. Otherwise, and if the
-    weight is not evaluated, ``mx.quantized_matmul``.
+    every format except "nvfp4": for up to 64 rows, from sm_90 on up to 512, on sm_90a any number;
+    and with Metal, for up to 16 rows in every format, where calibration allows it. Otherwise, and
+    if the weight is not evaluated, ``mx.quantized_matmul``.
 
     On the CPU, `activations` "int8" first rounds each group of 32 numbers of `x` to integers in
     ``[-127, 127]`` with a float32 scale, and multiplies integers. A group with a NaN or an infinity

@@ -84,7 +84,7 @@ bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, 
   auto dtype = x.dtype();
   bool is_affine = codes.format == WeightFormat::affine;
   int64_t k = int64_t(weight.shape(1)) * 32 / codes.bits;
-  bool is_small = k > 0 && x.size() <= size_t(cuda::kLibraryMaxRows) * k;
+  bool is_small = k > 0 && x.size() <= size_t(cuda::kQuantisedMaxRows) * k;
   if ((dtype != mx::float16 && dtype != mx::bfloat16) || x.ndim() > 4 || !is_small ||
       !cuda::serves_quantised(
           int(x.size() / k), weight.shape(0), int(k), codes, cuda::tma_kernels())) {

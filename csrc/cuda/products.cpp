@@ -207,13 +207,14 @@ int setting(const char* variable, int by_default) {
   return set ? std::atoi(set) : by_default;
 }
 
-// Maximum rows of x: without the copy engine, each block of 16 rows reads the weight again.
+// Maximum rows of x. Without the copy engine, each block of 16 rows reads the weight again; without
+// warpgroup products, MLX's kernel is as fast for the many rows of prompts.
 int quantised_max_rows(CodeFormat format, const WeightCodes& codes, int k, TmaKernels tma) {
-  bool by_stream = tma >= TmaKernels::any && streams_quantised(format, codes, k);
-  return by_stream ? std::clamp(
-                         setting("MLX_PAGED_QUANTIZED_ROWS", kLibraryMaxRows), kLinearMaxRows,
-                         kLibraryMaxRows)
-                   : kLinearMaxRows;
+  if (tma < TmaKernels::any || !streams_quantised(format, codes, k)) {
+    return kLinearMaxRows;
+  }
+  const int most = tma == TmaKernels::wgmma ? kQuantisedMaxRows : kLibraryMaxRows;
+  return std::clamp(setting("MLX_PAGED_QUANTIZED_ROWS", most), kLinearMaxRows, most);
 }
 
 // True if linear_quantised_wgmma serves the product.
@@ -319,7 +320,7 @@ Launch quantised_launch(
 
 int expert_tiles(int num_rows, int top_k, int num_experts) {
   int pairs = (2 * num_rows * top_k + num_experts - 1) / num_experts;
-  return std::min(tiles_of(pairs), tiles_of(num_rows));
+  return std::min({tiles_of(pairs), tiles_of(num_rows), kWgmmaTiles});
 }
 
 int quantised_expert_tiles(int tiles) {

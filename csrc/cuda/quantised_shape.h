@@ -109,9 +109,11 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
-// More rows of x than this are divided among blocks along y, each of which unpacks its weight rows
-// again. So columns are summed in the same order for any number of rows.
+// Maximum tiles of a block. More rows of x are divided among blocks along y, each of which unpacks
+// its weight rows again, so that columns are summed in the same order for any number of rows.
 constexpr int kQuantisedStreamTiles = 8;
+
+constexpr int kQuantisedMaxRows = 1 << 20;  // of sm_90a's kernel: as many as a grid has room for
 
 // linear_quantised_wgmma (sm_90a), used from this many tiles on: with fewer rows, reordering x for
 // all warps costs more than it saves.

@@ -119,16 +119,17 @@ class Kind:
     settings: str = ""
 
 
-def batch_sizes(most: int, *, are_padded: bool = False) -> list[int]:
+def batch_sizes(most: int, *, padded_from: int | None = None) -> list[int]:
     """Numbers of sequences to prepare: powers of two, and the largest.
 
     Args:
-        are_padded: Also one for each shape of up to 256 sequences (`padded_decodes`), so that no
-            number of sequences meets a new one.
+        padded_from: Also one for each shape of this many to 256 sequences (`padded_decodes`), so
+            that none of these numbers of sequences meets a new one. None: no further ones.
     """
     sizes = {1 << i for i in range(most.bit_length())} | {most}
-    if are_padded:
-        sizes |= {min(padded_decodes(size), most) for size in range(1, min(most, _MOST_PADDED) + 1)}
+    if padded_from is not None:
+        padded = range(padded_from, min(most, _MOST_PADDED) + 1)
+        sizes |= {min(padded_decodes(size), most) for size in padded}
     return sorted(sizes)
 
 
@@ -137,7 +138,7 @@ def kinds(
     max_context_len: int | None,
     *,
     with_cuda: bool,
-    pads_decodes: bool = False,
+    padded_from: int | None = None,
 ) -> list[Kind]:
     """Returns the steps to run, the largest of each sort first, because smaller ones reuse the
     memory; but those of a load smallest first, because they may be cut short.
@@ -145,7 +146,7 @@ def kinds(
     Args:
         max_context_len: Maximum tokens of a sequence; None means no limit.
         with_cuda: True if decode steps become graphs, and shapes of prompts are prepared.
-        pads_decodes: See `PagedModel.pads_decodes`.
+        padded_from: See `PagedModel.padded_from`.
     """
     longest = _LONG_CONTEXT
     if max_context_len is not None:  # A chain of steps makes the context longer.
@@ -171,10 +172,10 @@ def kinds(
             prompts.append(Kind(1, count, longest, temperature=1.0, num_decodes=num_decodes))
     most_rows = most
     if config.speculative_config is not None:  # Drafts are rows like decodes.
-        most_rows, pads_decodes = max(most, min(_FEW, config.step_tokens)), True
+        most_rows, padded_from = max(most, min(_FEW, config.step_tokens)), 1
     decodes = [
         kind
-        for size in reversed(batch_sizes(most_rows, are_padded=pads_decodes))
+        for size in reversed(batch_sizes(most_rows, padded_from=padded_from))
         for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
     ]
     further = [Kind(min(2, most), settings=name) for name in _SETTINGS]
@@ -204,7 +205,7 @@ def _loads(step_tokens: int, most: int, max_context_len: int | None) -> list[Kin
         stride = max(1, size // _ROWS_PER_OCTAVE)
         rows += [n for n in range(size + stride, 2 * size + 1, stride) if n <= step_tokens]
         size *= 2
-    counts = batch_sizes(most, are_padded=True)
+    counts = batch_sizes(most, padded_from=1)
     loads = []
     for i in range(max(len(rows), len(counts)) if rows else 0):
         num_rows = rows[i * len(rows) // max(len(rows), len(counts))]
@@ -254,7 +255,7 @@ def warm_up(
         config,
         max_context_len,
         with_cuda=model.platform.has_cuda,
-        pads_decodes=model.pads_decodes,
+        padded_from=model.padded_from,
     )
     wanted = [(kind, adapter) for adapter in adapters for kind in shapes]
     seconds_of_optional = 0.0

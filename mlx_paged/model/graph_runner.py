@@ -106,13 +106,15 @@ class Refusals:
     Attributes:
         steps: For all steps.
         executables: For all as executables of a GPU. `mx.compile` may repeat their graphs.
-        many_rows: For those of more than 64 rows as executables. Fewer kernels serve them.
+        many_rows: For those of more than `most_rows` rows as executables; fewer kernels serve them.
+        most_rows: At least 64.
         prompts: For those with prompts as executables.
     """
 
     steps: str | None = None
     executables: str | None = None
     many_rows: str | None = None
+    most_rows: int = _FEW_ROWS
     prompts: str | None = None
 
 
@@ -241,7 +243,7 @@ class GraphRunner:
         """True if a step of this many decodes will read its plan once, as a GPU's executable."""
         refusals, most = self.refusals, self.platform.max_gpu_step_rows
         if refusals.many_rows:
-            most = min(most, _FEW_ROWS)
+            most = min(most, refusals.most_rows)
         return not (refusals.steps or refusals.executables) and num_rows <= most
 
     def takes_prompts(self, num_rows: int) -> bool:
@@ -293,7 +295,8 @@ class GraphRunner:
         elif repeat is Repeat.WITH_PROMPTS:
             refusals.prompts, what = reason, "steps with prompts"
         elif num_rows > _FEW_ROWS:
-            refusals.many_rows, what = reason, f"steps of more than {_FEW_ROWS} rows"
+            refusals.many_rows, refusals.most_rows = reason, num_rows - 1
+            what = f"steps of {num_rows} rows or more"
         else:
             refusals.executables = reason
             if not self.platform.has_cuda:

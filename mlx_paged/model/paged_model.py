@@ -512,12 +512,16 @@ class PagedModel:
         return self._compiled.reads_once(num_rows)
 
     @property
-    def pads_decodes(self) -> bool:
-        """True if plain decodes get further rows, so that they repeat the same few shapes.
+    def padded_from(self) -> int | None:
+        """The number of plain decodes from which on they get further rows, so that they repeat the
+        same few shapes; None: they get none.
 
-        Each shape is compiled once. Rows of padding would read the weights of experts.
+        Each shape is compiled once. Beside few rows, those of padding would read the weights of
+        experts that no other row needs.
         """
-        return self.platform.has_cuda and not self._has_experts
+        if not self.platform.has_cuda:
+            return None
+        return ops.max_product_rows() + 1 if self._has_experts else 1
 
     def _run(self, tokens: mx.array, step: Step, pools: list[mx.array]) -> StepOutput:
         """Runs the model's own code on these pools; the caches keep theirs. See
@@ -558,6 +562,8 @@ class PagedModel:
             num_rows = int(inputs.query_lens.sum())
         if self._is_gathered:
             return Repetition(Repeat.NOT, num_rows, len(inputs.query_lens), False)
+        padded_from = self.padded_from
+        is_padded = padded_from is not None and num_rows >= padded_from
         return self._compiled.repetition_of(
             num_rows,
             len(inputs.query_lens),
@@ -567,9 +573,7 @@ class PagedModel:
             and inputs.bounds is None
             and (media is None or (not len(media.rows) and media.bounds is None)),
             may_pad_prompts=may_pad and inputs.features is None,
-            may_pad_decodes=may_pad
-            and inputs.may_pad
-            and (inputs.splits_drafts or self.pads_decodes),
+            may_pad_decodes=may_pad and inputs.may_pad and (inputs.splits_drafts or is_padded),
         )
 
     def _run_in_groups(self, tokens: mx.array, inputs: StepInputs) -> StepOutput:

@@ -181,7 +181,7 @@ class StepInputs:
         adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
             has one.
         may_pad: True if the caller ignores further logits, which come last: those of further rows
-            that a step of decodes gets (`PagedModel.pads_decodes`), and with CUDA also of rows of
+            that a step of decodes gets (`PagedModel.padded_from`), and with CUDA also of rows of
             its own that a step with prompts repeats.
         splits_drafts: True if drafts are sequences of their own, over the blocks of their sequence.
     """

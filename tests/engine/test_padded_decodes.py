@@ -21,6 +21,7 @@ from mlx_paged.engine.outputs import PositionReport
 from mlx_paged.engine.warm_up import warm_up
 from mlx_paged.model.graph_runner import GraphRunner, padded_decodes
 from mlx_paged.model.loader import LoadedModel
+from mlx_paged.model.plan import PaddedTables, StepInputs
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": tiny_config("llama", head_dim=32, num_hidden_layers=1),
@@ -189,3 +190,14 @@ def test_padding_reads_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     programs.rows.clear()
     assert tokens_of(llm, 5) == expected
     assert {3, 5} <= set(programs.rows)
+    # Of many rows, some read nearly all experts anyway.
+    model = llm.engine._runner.model
+    run_as_on(model, max_gpu_step_rows=512)
+    padded = [model.repetition_of(decodes(count)).num_rows for count in (63, 64, 65, 200)]
+    assert padded == [63, 64, 96, 224]
+
+
+def decodes(count: int) -> StepInputs:
+    ones = np.ones(count, np.int64)
+    tables = PaddedTables(np.ones((count, 1), np.int32), ones)
+    return StepInputs(ones, ones, tables, np.arange(count), None, may_pad=True)

@@ -52,10 +52,11 @@ def test_powers_of_two_and_the_largest_number_of_sequences_are_prepared() -> Non
 
 
 def test_every_padded_number_of_sequences_is_prepared() -> None:
-    sizes = set(batch_sizes(256, are_padded=True))
+    sizes = set(batch_sizes(256, padded_from=1))
     assert {padded_decodes(size) for size in range(1, 257)} <= sizes
     assert len(sizes) < 20, "each takes some time and one of the kept graphs"
-    assert max(batch_sizes(100, are_padded=True)) == 100
+    assert max(batch_sizes(100, padded_from=1)) == 100
+    assert set(batch_sizes(256, padded_from=65)) - set(batch_sizes(256)) == {96, 160, 192, 224}
 
 
 def test_what_is_prepared_with_cuda() -> None:
@@ -120,7 +121,7 @@ def test_steps_of_a_load_have_many_numbers_of_rows(step_tokens: int, most: int) 
     assert all(after <= 1.13 * before for before, after in pairwise(grid)), "kernels are skipped"
     assert max(grid) >= step_tokens * 0.88 and len(loads) < 70
     counts = {kind.num_sequences + kind.num_decodes for kind in loads}
-    few = {count for count in batch_sizes(most, are_padded=True) if count <= step_tokens // 4}
+    few = {count for count in batch_sizes(most, padded_from=1) if count <= step_tokens // 4}
     assert few <= counts, "as many rows have logits"
     short = warm_up._loads(step_tokens, most, 80)
     assert all(kind.num_tokens <= 80 for kind in short)

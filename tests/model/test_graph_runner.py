@@ -270,16 +270,16 @@ def test_a_refusal_of_many_rows_leaves_executables_of_few(steps, monkeypatch) ->
     steps.platform = platform_with(**{**CUDA, "max_gpu_step_rows": 512})
     monkeypatch.setattr(GraphRunner, "_gpu_executable", gpu_executable)
     refused_from = 64
-    for num_seqs in (65, 100, 64):
-        assert steps.reads_once(num_seqs) == (num_seqs != 100)
+    for num_seqs in (100, 65, 110, 64):
+        assert steps.reads_once(num_seqs) == (num_seqs != 110)
         for _ in range(3):
             run_step(steps, *decode_step(num_seqs))
-    assert tried == [65, 64]
+    assert tried == [100, 65, 64]
     assert steps.reads_once(64) and not steps.reads_once(65)
     refused_from = 0
     for _ in range(3):
         run_step(steps, *decode_step(1))
-    assert tried == [65, 64, 1] and not steps.reads_once(1)
+    assert tried == [100, 65, 64, 1] and not steps.reads_once(1)
 
 
 def test_the_arrays_that_an_executable_reads_stay_on_the_host(

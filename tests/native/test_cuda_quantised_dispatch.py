@@ -41,7 +41,8 @@ def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str
         (65, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 2, 1)),
         (65, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 1, 1)),
         (129, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 2, 1)),
-        (512, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 4, 1)),
+        (512, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 8, 1)),
+        (8192, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 64, 1)),
     ],
 )
 def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any) -> None:
