@@ -39,6 +39,28 @@ int choose_num_threads() {
   return std::min(detect_num_processors(), thread_limit.load());
 }
 
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits a moment for a condition; returns false if it is still not met. Comes before a thread
+// sleeps: most waits last microseconds, less than waking it takes.
+template <typename Condition>
+bool spin_until(const Condition& is_met) {
+  constexpr int kSpins = 2000;
+  for (int i = 0; i < kSpins; i++) {
+    if (is_met()) {
+      return true;
+    }
+    relax();
+  }
+  return false;
+}
+
 // A parallel job. Every thread that may still read it holds a reference, so a worker that wakes
 // late finds an exhausted job rather than a freed one.
 class Job {
@@ -78,15 +100,18 @@ class Tasks : public Job {
         fail();
       }
       if (++num_done_ == num_tasks_) {
-        std::lock_guard lock(mutex_);
-        all_done_.notify_all();
+        num_done_.notify_all();
       }
     }
   }
 
   void wait() {
-    std::unique_lock lock(mutex_);
-    all_done_.wait(lock, [&] { return num_done_ == num_tasks_; });
+    if (spin_until([&] { return num_done_ == num_tasks_; })) {
+      return;
+    }
+    for (int n = num_done_; n != num_tasks_; n = num_done_) {
+      num_done_.wait(n);
+    }
   }
 
  private:
@@ -94,17 +119,7 @@ class Tasks : public Job {
   int num_tasks_;
   std::atomic<int> next_{0};
   std::atomic<int> num_done_{0};
-  std::mutex mutex_;
-  std::condition_variable all_done_;
 };
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // The job of one run_phases call.
 class PhasedJob : public Job {
@@ -162,16 +177,10 @@ class PhasedJob : public Job {
     return p;
   }
 
-  // Spins first: most waits last microseconds, less than waking a thread takes.
   int wait_after(int p) const {
-    constexpr int kSpins = 2000;
-    for (int i = 0; i < kSpins; i++) {
-      if (int now = current_.load(std::memory_order_acquire); now != p) {
-        return now;
-      }
-      relax();
+    if (!spin_until([&] { return current_.load(std::memory_order_acquire) != p; })) {
+      current_.wait(p, std::memory_order_acquire);
     }
-    current_.wait(p, std::memory_order_acquire);
     return current_.load(std::memory_order_acquire);
   }
 
