@@ -559,7 +559,7 @@ class PagedModel:
         media = inputs.media
         may_pad = num_rows is None and media is None and self._may_pad
         if num_rows is None:
-            num_rows = int(inputs.query_lens.sum())
+            num_rows = sum(inputs.query_lens.tolist())  # NumPy takes longer for a few
         if self._is_gathered:
             return Repetition(Repeat.NOT, num_rows, len(inputs.query_lens), False)
         padded_from = self.padded_from

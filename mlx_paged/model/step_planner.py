@@ -92,9 +92,10 @@ class StepPlanner:
         some = by_group[group_specs[0]] if group_specs else self._no_blocks(inputs)
         tables = by_group.get(FULL, some)
         alone = len(group_specs) == 1 and group_specs[0].chunk is None
-        longest = int(inputs.query_lens.max(initial=0))
+        lens: list[int] = inputs.query_lens.tolist()  # NumPy takes longer for a few
+        longest, total = max(lens, default=0), sum(lens)
         num_rows: int | None = repetition.num_rows
-        if repeat is not Repeat.WITH_PROMPTS and num_rows == inputs.query_lens.sum():
+        if repeat is not Repeat.WITH_PROMPTS and num_rows == total:
             num_rows = None
         stays = self.platform.pinned_uploads and repetition.reads_once
         has_bounds = inputs.media is not None and inputs.media.bounds is not None
@@ -122,13 +123,15 @@ class StepPlanner:
             )
         layerwise = None
         if self.platform.has_cuda and longest > 1:
-            layerwise = layerwise_submit(int(inputs.query_lens.sum()), parts_ahead)
+            layerwise = layerwise_submit(total, parts_ahead)
         media = None if inputs.media is None else MediaRows.of(inputs.media)
         wanted = inputs.logit_rows
         if layerwise is not None and inputs.may_pad and repeat is Repeat.NOT and len(wanted):
             wanted = _padded_rows(wanted)
         logit_rows = self._logit_rows(wanted, stays)
-        selected = self._selected(inputs, wanted, logit_rows) if prunes_last_layer else None
+        selected = None
+        if prunes_last_layer and 0 < len(wanted) <= total - _MIN_UNSELECTED:
+            selected = self._selected(inputs, wanted, logit_rows)
         adapters = None
         if inputs.adapters is not None:
             padded = np.full(repetition.num_rows, -1)  # padding has no adapter
@@ -174,10 +177,9 @@ class StepPlanner:
         self, inputs: StepInputs, wanted: np.ndarray, logit_rows: mx.array
     ) -> LastLayerPruning | None:
         """For steps of prompts, whose sequences are sampled at their ends."""
-        lens = inputs.query_lens
-        if not self._attention or not 0 < len(wanted) <= lens.sum() - _MIN_UNSELECTED:
+        if not self._attention:
             return None
-        ends = np.cumsum(lens)
+        ends = np.cumsum(inputs.query_lens)
         sequences = np.searchsorted(ends, wanted, side="right")
         group_spec = self._attention[-1].spec.group_spec
         if (
