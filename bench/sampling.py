@@ -53,7 +53,7 @@ def measure(num_rows: int, vocab_size: int) -> dict[str, float]:
         def step() -> None:
             metadata = SamplingMetadata.of(rows)
             edited, _ = apply_edits(logits, metadata.edits, in_flight)
-            tokens, _ = sample(edited, metadata)
+            tokens = sample(edited, metadata).tokens
             found = logprobs_of(logits, tokens, likeliest=True).arrays if logprobs else []
             mx.eval(tokens, *found)
 

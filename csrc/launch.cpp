@@ -194,6 +194,47 @@ LaunchList GreedyTokens::launches(const Arrays& in, const Arrays&, Gpu) const {
   return {{greedy_launch(in[0].shape(0), in[0].shape(1), dtype_of(in[0].dtype()))}, {}};
 }
 
+LaunchList DrawTokens::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  constexpr uint32_t kSimdGroups = 1 << 14;  // wanted: enough for any GPU, several times
+  constexpr uint32_t kMaxParts = 256;        // of a row, for the merge
+  const auto& logits = in[0];
+  uint32_t num_rows = logits.shape(0);
+  int vocab_size = logits.shape(1);
+  if (num_rows == 0) {
+    return {};
+  }
+  int chunk = int(kChunk / logits.itemsize());
+  int step = 32 * (vocab_size % (2 * chunk) == 0 ? chunk : 1);  // pairs of a SIMD-group
+  uint32_t steps = div_up(vocab_size - vocab_size / 2, step);
+  uint32_t wanted = std::clamp(kSimdGroups / num_rows, 1u, kMaxParts);
+  uint32_t part_steps = div_up(steps, wanted);
+  paged::DrawParams params{vocab_size, int(div_up(steps, part_steps)), int(part_steps) * step};
+  int parts = int(in.size() + out.size());  // a workspace
+  uint64_t bytes = uint64_t(num_rows) * params.num_parts * sizeof(paged::DrawnToken);
+
+  Launch draw;
+  draw.kernel = kernel_named(std::string("draw_tokens_") + name_of(dtype_of(logits.dtype())));
+  for (int operand = 0; operand < int(in.size()); operand++) {
+    draw.buffers.push_back(bind(in, out, operand));
+  }
+  draw.buffers.push_back({parts, Access::write, bytes});
+  draw.constants = bytes_of(params);
+  draw.grid = {num_rows, div_up(params.num_parts, paged::DRAW_THREADS / 32), 1};
+  draw.threadgroup = {paged::DRAW_THREADS, 1, 1};
+
+  Launch merge;
+  merge.kernel = kernel_named("merge_draws");
+  merge.buffers = {
+      bind(in, out, 1),
+      bind(in, out, 3),
+      {parts, Access::read, bytes},
+      bind(in, out, int(in.size()))};
+  merge.constants = bytes_of(params);
+  merge.grid = {num_rows, 1, 1};
+  merge.threadgroup = {32, 1, 1};
+  return {{draw, merge}, {bytes}};
+}
+
 LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   bool quantised = format_of(in[0].dtype()) != PoolFormat::plain;
   LaunchList list;

@@ -142,6 +142,32 @@ std::tuple<mx::array, mx::array, mx::array> greedy_tokens(
   return {out[0], out[1], out[2]};
 }
 
+mx::array draw_tokens(
+    const mx::array& logits, const mx::array& tokens, const mx::array& largest,
+    const mx::array& temperature, const mx::array& keys, const mx::array& thresholds,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("draw_tokens");
+  v.shape(logits, "logits", {-1, -1});
+  v.floating(logits, "logits");
+  v.require(logits.shape(1) > 0, "vocab_size", "at least 1", logits.shape(1));
+  int num_rows = logits.shape(0);
+  v.shape(tokens, "tokens", {num_rows});
+  v.int32(tokens, "tokens");
+  v.shape(keys, "keys", {num_rows, 2});
+  v.require(keys.dtype() == mx::uint32, "keys", "uint32", keys.dtype());
+  auto per_row = [&](const mx::array& numbers, const char* name) {
+    v.shape(numbers, name, {num_rows});
+    v.require(numbers.dtype() == mx::float32, name, "float32", numbers.dtype());
+  };
+  per_row(largest, "largest");
+  per_row(temperature, "temperature");
+  per_row(thresholds, "thresholds");
+  return mx::array(
+      {num_rows}, mx::int32, std::make_shared<DrawTokens>(s),
+      {logits, tokens, largest, temperature, keys, thresholds});
+}
+
 mx::array nucleus_thresholds(
     const mx::array& logits, const mx::array& floors, const mx::array& top_p,
     mx::StreamOrDevice s_) {
@@ -561,6 +587,9 @@ void bind_layer_ops(nb::module_& m) {
       "clipped_swiglu", &clipped_swiglu, "gate"_a, "x"_a, nb::kw_only(), "alpha"_a, "limit"_a,
       "stream"_a = nb::none());
   m.def("greedy_tokens", &greedy_tokens, "logits"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def(
+      "draw_tokens", &draw_tokens, "logits"_a, "tokens"_a, "largest"_a, "temperature"_a, "keys"_a,
+      "thresholds"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def(
       "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),
       "stream"_a = nb::none());

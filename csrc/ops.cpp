@@ -403,6 +403,8 @@ void PagedAttention::check(const Arrays& in) const {
 
 void GreedyTokens::check(const Arrays&) const {}
 
+void DrawTokens::check(const Arrays&) const {}
+
 void ApplyTokenBitmask::check(const Arrays& in) const {
   const int32_t* rows = in[2].data<int32_t>();
   int num_rows = in[0].shape(0);

@@ -310,6 +310,19 @@ class GreedyTokens : public KernelNode {
   }
 };
 
+// Draws tokens from softmax(logits / temperature), without tokens whose scaled logit is below the
+// row's threshold; see `draw_tokens` of ops.py. A row of temperature 0 keeps its token.
+// in: logits [num_rows, vocab_size]; tokens, int32, and largest, float32, of GreedyTokens;
+// temperature [num_rows] float32; keys [num_rows, 2] uint32; thresholds [num_rows] float32.
+// out: [num_rows] int32.
+class DrawTokens : public KernelNode {
+ public:
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("draw_tokens")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {{in[0].shape(0)}}; }
+};
+
 // Sets logits of forbidden tokens to -inf: those whose bit is 0 in their row's bitmask. NaN and inf
 // stay, and other rows do not change. In place if nothing else needs the logits.
 // in: logits [num_rows, vocab_size], bitmask [num_masks, ceil(vocab_size / 32)] int32 or uint32,

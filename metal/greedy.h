@@ -6,6 +6,7 @@
 
 #include <metal_stdlib>
 
+#include "first_maximum.h"
 #include "kernel_table.h"
 #include "language.h"
 #include "vector_load.h"
@@ -16,25 +17,18 @@ namespace paged {
 
 // Largest logit so far and its first place. Tracks NaNs separately.
 struct LargestLogit {
-  float value;
-  int place;
+  FirstMaximum first;
   int has_nan;
 
   METAL_FUNC void see(float logit, int at) thread {
     // Tests the bits, because compilers may assume that a number equals itself.
     has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;
-    if (logit > value) {
-      value = logit;
-      place = at;
-    }
+    first.see(logit, at);
   }
 
   METAL_FUNC void join(float other, int other_place, int other_has_nan) thread {
     has_nan |= other_has_nan;
-    if (other > value || (other == value && other_place < place)) {
-      value = other;
-      place = other_place;
-    }
+    first.join(other, other_place);
   }
 };
 
@@ -56,7 +50,7 @@ greedy_tokens(
   constexpr int AT_ONCE = 4;  // chunks that a thread keeps in flight
   int threads = int(group_size.x);
   device const T* row = logits + ulong(group_id.x) * params.vocab_size;
-  LargestLogit best{-INFINITY, params.vocab_size, 0};
+  LargestLogit best{{-INFINITY, params.vocab_size}, 0};
   if (params.vocab_size % CHUNK == 0) {
     int num_chunks = params.vocab_size / CHUNK;
     for (int first = int(thread_id); first < num_chunks; first += AT_ONCE * threads) {
@@ -89,13 +83,13 @@ greedy_tokens(
   PAGED_UNROLL
   for (ushort offset = 16; offset > 0; offset /= 2) {
     best.join(
-        simd_shuffle_xor(best.value, offset), simd_shuffle_xor(best.place, offset),
+        simd_shuffle_xor(best.first.value, offset), simd_shuffle_xor(best.first.place, offset),
         simd_shuffle_xor(best.has_nan, offset));
   }
   int num_parts = threads / 32;
   if (lane == 0) {
-    parts[simd_id] = best.value;
-    parts[num_parts + int(simd_id)] = as_type<float>(best.place);
+    parts[simd_id] = best.first.value;
+    parts[num_parts + int(simd_id)] = as_type<float>(best.first.place);
     parts[2 * num_parts + int(simd_id)] = as_type<float>(best.has_nan);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -105,9 +99,10 @@ greedy_tokens(
   for (int i = 1; i < num_parts; i++) {
     best.join(parts[i], as_type<int>(parts[num_parts + i]), as_type<int>(parts[2 * num_parts + i]));
   }
-  int token = best.place < params.vocab_size ? best.place : 0;  // all are -inf or NaN
-  bool is_finite = !best.has_nan && best.value > -INFINITY && best.value < INFINITY;
+  FirstMaximum first = best.first;
+  int token = first.place < params.vocab_size ? first.place : 0;  // all are -inf or NaN
+  bool is_finite = !best.has_nan && first.value > -INFINITY && first.value < INFINITY;
   tokens[group_id.x] = token;
-  largest[group_id.x] = best.has_nan ? NAN : best.value;
+  largest[group_id.x] = best.has_nan ? NAN : first.value;
   reported[group_id.x] = is_finite ? token : -1;
 }

@@ -69,6 +69,7 @@ enum {
   PRODUCT_ROWS = 16,     // rows of x for which products.h and experts.h read a weight once
   PRODUCT_SIMD_GROUPS = 4,
   GREEDY_THREADS = 1024,  // of greedy_tokens, maximum
+  DRAW_THREADS = 128,     // of draw_tokens
   TENSOR_COLUMNS = 64,    // of a tile of tensor_product: rows of the weight
   TENSOR_DEPTH = 64,      // elements of each row that are multiplied at a time
   LORA_TARGETS = 3,       // maximum products with adapters in a launch
@@ -186,6 +187,20 @@ struct GreedyParams {
   int vocab_size;
 };
 static_assert(sizeof(GreedyParams) == 4, "the same for every compiler");
+
+// Params of draw.h. A pair is two tokens that share random numbers.
+struct DrawParams {
+  int vocab_size;
+  int num_parts;   // per row
+  int part_pairs;  // per part
+};
+static_assert(sizeof(DrawParams) == 12, "the same for every compiler");
+
+struct DrawnToken {
+  float score;
+  int token;
+};
+static_assert(sizeof(DrawnToken) == 8, "the same for every compiler");
 
 // Params of layer.h. Chunks have 16 bytes; strides count elements between rows.
 struct NormParams {
@@ -405,6 +420,10 @@ static_assert(LORA_ROWS * LORA_COLUMNS == 32, "a sum for each lane");
 
 #define PAGED_FOR_EACH_GREEDY_KERNEL(X, dtype, type) X("greedy_tokens_" #dtype, greedy_tokens, type)
 #define PAGED_FOR_EACH_GREEDY_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_GREEDY_KERNEL, X)
+
+// Kernels of draw.h, besides merge_draws.
+#define PAGED_FOR_EACH_DRAW_KERNEL(X, dtype, type) X("draw_tokens_" #dtype, draw_tokens, type)
+#define PAGED_FOR_EACH_DRAW_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_DRAW_KERNEL, X)
 
 // Head dims of keys and values. 576 and 512: latent attention.
 #define PAGED_FOR_EACH_NARROW_DIM(X, ...) \

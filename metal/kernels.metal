@@ -4,6 +4,7 @@
 // one at a time (csrc/kernel_source.cpp).
 
 #include "data.h"
+#include "draw.h"
 #include "experts.h"
 #include "greedy.h"
 #include "kernel_table.h"
@@ -25,6 +26,7 @@ PAGED_FOR_EACH_PRODUCT_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_EXPERT_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_LORA_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_GREEDY_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_DRAW_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_ATTENTION_TEMPLATE(INSTANTIATE)
 
 #if __METAL_VERSION__ >= 400 && defined(__HAVE_TENSOR__)

@@ -81,6 +81,7 @@ __all__ = [
     "paged_attention",
     "max_shared_rows",
     "greedy_tokens",
+    "draw_tokens",
     "nucleus_thresholds",
     "apply_token_bitmask",
     "pool_copies",
@@ -440,6 +441,40 @@ def greedy_tokens(
     if f"greedy_tokens_{kernels.DTYPE_NAMES.get(logits.dtype)}" in kernels.rejected:
         return plain_ops.greedy_tokens(logits)
     return ext.greedy_tokens(logits, stream=stream)
+
+
+def draw_tokens(
+    logits: mx.array,
+    tokens: mx.array,
+    largest: mx.array,
+    temperature: mx.array,
+    keys: mx.array,
+    thresholds: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Draws tokens from the softmax of scaled logits, in one pass over the rows that are drawn.
+
+    A scaled logit is ``(logit - largest) / temperature`` in float32. The random numbers of a row
+    are those of ``mx.random.categorical(scaled, key=key)``, so its token is the same, except for
+    the rounding of a GPU's logarithm. It depends on nothing but the row.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
+        tokens: ``[num_rows]`` int32, those of `greedy_tokens`.
+        largest: ``[num_rows]`` float32, likewise.
+        temperature: ``[num_rows]`` float32. A row of temperature 0 is not drawn.
+        keys: ``[num_rows, 2]`` uint32.
+        thresholds: ``[num_rows]`` float32: the smallest scaled logit to draw; -inf draws all.
+
+    Returns:
+        ``[num_rows]`` int32: the row's `tokens` if it is not drawn, if its largest logit is not
+        finite, or if the noise of every token is -inf.
+    """
+    names = (f"draw_tokens_{kernels.DTYPE_NAMES.get(logits.dtype)}", "merge_draws")
+    if any(name in kernels.rejected for name in names):
+        return plain_ops.draw_tokens(logits, tokens, largest, temperature, keys, thresholds)
+    return ext.draw_tokens(logits, tokens, largest, temperature, keys, thresholds, stream=stream)
 
 
 def nucleus_thresholds(

@@ -148,6 +148,29 @@ def greedy_tokens(logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return tokens, largest, mx.where(mx.isfinite(largest), tokens, -1)
 
 
+def draw_tokens(
+    logits: mx.array,
+    tokens: mx.array,
+    largest: mx.array,
+    temperature: mx.array,
+    keys: mx.array,
+    thresholds: mx.array,
+) -> mx.array:
+    """See `ops.draw_tokens`."""
+    is_drawn = temperature > 0
+    scaled = logits.astype(mx.float32) - largest[:, None]
+    scaled = scaled / mx.where(is_drawn, temperature, 1.0)[:, None]
+    scaled = mx.where(scaled < thresholds[:, None], -mx.inf, scaled)
+    drawn = mx.vmap(_categorical)(scaled, keys).astype(mx.int32)
+    # The noise of a token is -inf once in 2**32: if no other is left, it is no likelier than any.
+    chosen = mx.take_along_axis(scaled, drawn[:, None], axis=-1).squeeze(1)
+    return mx.where(is_drawn & (chosen > -mx.inf), drawn, tokens)
+
+
+def _categorical(logits: mx.array, key: mx.array) -> mx.array:
+    return mx.random.categorical(logits, key=key)
+
+
 def apply_token_bitmask(logits: mx.array, bitmask: mx.array, rows: mx.array) -> mx.array:
     """See `ops.apply_token_bitmask`."""
     words = bitmask.view(mx.uint32)

@@ -229,3 +229,32 @@ def clipped_swiglu(gate: np.ndarray, x: np.ndarray, *, alpha: float, limit: floa
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | float = 0.0) -> np.ndarray:
     """``x @ weight.T + bias`` with ``[..., k]`` and ``[n, k]``."""
     return x @ weight.T + bias
+
+
+# --- Sampling -------------------------------------------------------------------------------------
+
+
+def draw_tokens(scaled: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Returns the token of each row with the largest sum of its logit and Gumbel noise.
+
+    Args:
+        scaled: ``[num_rows, vocab_size]``; -inf is not drawn.
+        keys: ``[num_rows, 2]`` uint32, of Threefry-2x32 with 20 rounds.
+    """
+    size = scaled.shape[1]
+    apart = size - size // 2
+    first = np.arange(apart, dtype=np.uint32)
+    second = np.where(first < size // 2, first + np.uint32(apart), np.uint32(0))
+    key = [*keys.T[:, :, None], keys[:, :1] ^ keys[:, 1:] ^ np.uint32(0x1BD11BDA)]
+    first, second = first + key[0], second + key[1]
+    for i in range(1, 6):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[(i - 1) % 2]:
+            first = first + second
+            second = (second << np.uint32(turn) | second >> np.uint32(32 - turn)) ^ first
+        first = first + key[i % 3]
+        second = second + key[(i + 1) % 3] + np.uint32(i)
+    bits = np.concatenate([first, second[:, : size // 2]], axis=1)
+    uniform = np.minimum(bits.astype(np.float32) / np.float32(2**32), np.float32(1 - 2**-24))
+    with np.errstate(divide="ignore"):
+        noise = -np.log(-np.log(uniform.astype(np.float64)))
+    return np.argmax(scaled + noise, axis=1)

@@ -235,6 +235,36 @@ void GreedyTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.greedy, args, num_rows, row_bytes);
 }
 
+void DrawTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  allocate(out[0]);
+  cpu::DrawArgs args{};
+  args.dtype = dtype_of(in[0].dtype());
+  args.logits = in[0].data<void>();
+  args.tokens = in[1].data<int32_t>();
+  args.largest = in[2].data<float>();
+  args.temperature = in[3].data<float>();
+  args.keys = in[4].data<uint32_t>();
+  args.thresholds = in[5].data<float>();
+  args.drawn = out[0].data<int32_t>();
+  args.size = in[0].shape(1);
+  constexpr int64_t kBytesLikeOneLogit = 16;  // as slow as its random numbers
+  cpu::dispatch(encoder, out, [args, num_rows = in[0].shape(0)]() mutable {
+    std::copy_n(args.tokens, num_rows, args.drawn);
+    std::vector<int32_t> rows;
+    for (int row = 0; row < num_rows; row++) {
+      if (args.temperature[row] > 0) {
+        rows.push_back(row);
+      }
+    }
+    args.rows = rows.data();
+    for_ranges(
+        int64_t(rows.size()), kBytesLikeOneLogit * args.size,
+        [&](int64_t begin, int64_t end) { cpu::kernels().layer.draw(args, begin, end); });
+  });
+}
+
 namespace {
 
 // `size` numbers of 16 bits in float32, and back.

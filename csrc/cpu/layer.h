@@ -78,6 +78,19 @@ struct GreedyArgs {
   int64_t size;
 };
 
+struct DrawArgs {
+  DType dtype;
+  const void* logits;        // [num_rows, size]
+  const int32_t* tokens;     // [num_rows], those of GreedyArgs
+  const float* largest;      // [num_rows], likewise
+  const float* temperature;  // [num_rows]
+  const uint32_t* keys;      // [num_rows, 2]
+  const float* thresholds;   // [num_rows]: smaller scaled logits do not count
+  const int32_t* rows;       // the rows to process
+  int32_t* drawn;            // [num_rows]
+  int64_t size;
+};
+
 struct MaskedRow {
   int32_t row;
   int32_t mask;  // -1: only copies the row
@@ -130,6 +143,7 @@ struct LayerKernels {
   void (*gelu)(const GeluArgs& args, int64_t begin, int64_t end);
   void (*clipped_swiglu)(const ClippedSwigluArgs& args, int64_t begin, int64_t end);
   void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
+  void (*draw)(const DrawArgs& args, int64_t begin, int64_t end);
   void (*bitmask)(const BitmaskArgs& args, int64_t begin, int64_t end);
   void (*nucleus)(const NucleusArgs& args, int64_t begin, int64_t end);
   void (*lora_down)(const LoraArgs& args, int64_t begin, int64_t end);  // columns of hidden

@@ -216,6 +216,20 @@ inline float max(VecF v) {
 #endif
 }
 
+inline bool any(VecI mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  uint64_t words[kWidth / 2];
+  __builtin_memcpy(words, &mask, sizeof(mask));
+  uint64_t joined = 0;
+  for (uint64_t word : words) {
+    joined |= word;
+  }
+  return joined != 0;
+#endif
+}
+
 inline int sum(VecI v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32((__m512i)v);

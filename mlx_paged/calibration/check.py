@@ -328,6 +328,19 @@ def greedy(dtype: str) -> None:
         _same(got[rows], want[rows], what)
 
 
+def draw(dtype: str) -> None:
+    """Checks draws with thresholds, beside a greedy row."""
+    announce([f"draw_tokens_{dtype}", "merge_draws"])
+    rng = np.random.default_rng(0)
+    logits = _normal(rng, 5, 3000, dtype=getattr(mx, dtype))
+    tokens, largest, _ = plain_ops.greedy_tokens(logits)
+    temperature = mx.array([1.0, 0.5, 0.0, 2.0, 1.0])
+    keys = mx.array(rng.integers(0, 1 << 32, (5, 2), dtype=np.uint64).astype(np.uint32))
+    thresholds = mx.array([-mx.inf, -mx.inf, -mx.inf, -1.5, -1.0])
+    settings = (logits, tokens, largest, temperature, keys, thresholds)
+    _same(ops.draw_tokens(*settings), plain_ops.draw_tokens(*settings), "tokens")
+
+
 def bitmask(dtype: str) -> None:
     """Checks masks of tokens."""
     announce([f"apply_token_bitmask_{8 * getattr(mx, dtype).size}"])

@@ -254,6 +254,26 @@ def _greedy_tokens(data: Data) -> None:
     data.same(reported, np.array(reports), "reported tokens")
 
 
+def _draw_tokens(data: Data) -> None:
+    logits = data.normal(5, 1001)
+    temperature = np.array([1.0, 0.5, 0.0, 2.0, 1.0], np.float32)
+    thresholds = np.array([-np.inf, -np.inf, -np.inf, -1.5, -1.0], np.float32)
+    keys = np.random.default_rng(1).integers(0, 1 << 32, (5, 2), dtype=np.uint64)
+    keys = keys.astype(np.uint32)
+    wide = exact(logits)
+    greedy, largest = np.argmax(wide, axis=-1), wide.max(axis=-1)
+    is_drawn = temperature > 0
+    scaled = (wide - largest[:, None]) / np.where(is_drawn, temperature, 1)[:, None]
+    drawn = reference.draw_tokens(np.where(scaled < thresholds[:, None], -np.inf, scaled), keys)
+    out = ops.draw_tokens(
+        logits,
+        mx.array(greedy.astype(np.int32)),
+        mx.array(largest.astype(np.float32)),
+        *(mx.array(a) for a in (temperature, keys, thresholds)),
+    )
+    data.same(out, np.where(is_drawn, drawn, greedy).astype(np.float64), "tokens")
+
+
 def _nucleus_thresholds(data: Data) -> None:
     logits = exact(data.normal(4, 200)) * 2
     logits -= logits.max(axis=-1, keepdims=True)
@@ -363,6 +383,7 @@ CASES: dict[str, Case] = {
     "gelu": Case(_gelu),
     "clipped_swiglu": Case(_clipped_swiglu),
     "greedy_tokens": Case(_greedy_tokens, gpu_dtypes=DTYPES),
+    "draw_tokens": Case(_draw_tokens, gpu_dtypes=DTYPES),
     "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
     # Not in float32 on a GPU: MLX's own op runs there, and may round to TF32.

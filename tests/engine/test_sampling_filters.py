@@ -12,7 +12,13 @@ from mlx_lm import sample_utils
 
 from mlx_paged import ops
 from mlx_paged.engine.sampling import sampler as sampler_module
-from mlx_paged.engine.sampling.sampler import SamplingRow, apply_filters, sample
+from mlx_paged.engine.sampling.sampler import (
+    SamplingMetadata,
+    SamplingRow,
+    filter_thresholds,
+    sample,
+)
+from mlx_paged.platform import Platform
 
 VOCAB_SIZE = 200
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -29,11 +35,17 @@ def logits_of(num_rows: int, rng: np.random.Generator, scale: float = 3.0) -> np
     return logits - logits.max(axis=1, keepdims=True)
 
 
+def thresholds_of(logits: np.ndarray, rows: list[SamplingRow]) -> np.ndarray | None:
+    """Of rows whose largest logit is 0."""
+    settings = SamplingMetadata.of(rows), Platform.current()
+    found = filter_thresholds(mx.array(logits), mx.zeros(len(rows)), *settings)
+    return None if found is None else np.array(found)
+
+
 def kept_by_ours(logits: np.ndarray, rows: list[SamplingRow]) -> np.ndarray:
-    filtered = np.array(apply_filters(mx.array(logits), rows))
-    kept = np.isfinite(filtered)
-    np.testing.assert_array_equal(filtered[kept], logits[kept], "what is kept is not changed")
-    return kept
+    thresholds = thresholds_of(logits, rows)
+    kept = logits > -np.inf
+    return kept if thresholds is None else kept & (logits >= thresholds[:, None])
 
 
 def kept_by_reference(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
@@ -148,9 +160,9 @@ def test_equal_logits_are_kept_or_left_out_together(rng: np.random.Generator) ->
 
 def test_a_rows_filter_does_not_depend_on_its_batch(rng: np.random.Generator) -> None:
     logits, rows = np.round(logits_of(64, rng), 1), mixed_rows(64, rng)
-    together = np.array(apply_filters(mx.array(logits), rows))
+    together = kept_by_ours(logits, rows)
     for i in range(64):
-        alone = np.array(apply_filters(mx.array(logits[i : i + 1]), rows[i : i + 1]))
+        alone = kept_by_ours(logits[i : i + 1], rows[i : i + 1])
         np.testing.assert_array_equal(together[i], alone[0])
 
 
@@ -193,11 +205,11 @@ def test_a_nucleus_of_nans_ends() -> None:
 def test_a_nucleus_without_top_k_is_that_of_the_sorted_row(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, filters: dict
 ) -> None:
-    logits = mx.array(logits_of(200, rng))
+    logits = logits_of(200, rng)
     rows = [row_of(**filters)] * 200
-    found = np.array(apply_filters(logits, rows))
+    found = thresholds_of(logits, rows)
     monkeypatch.setattr(sampler_module, "_of_the_nucleus", sampler_module._of_all_in_order)
-    np.testing.assert_array_equal(found, np.array(apply_filters(logits, rows)))
+    np.testing.assert_array_equal(found, thresholds_of(logits, rows))
 
 
 def test_banned_tokens_are_no_part_of_a_filter(rng: np.random.Generator) -> None:
@@ -214,8 +226,10 @@ def test_banned_tokens_are_no_part_of_a_filter(rng: np.random.Generator) -> None
 
 
 def test_without_filters_nothing_is_computed(rng: np.random.Generator) -> None:
-    logits = mx.array(logits_of(4, rng))
-    assert apply_filters(logits, [row_of(top_k=k) for k in (0, -1, 200, 999)]) is logits
+    logits = logits_of(4, rng)
+    assert thresholds_of(logits, [row_of(top_k=k) for k in (0, -1, 200, 999)]) is None
+    greedy = [row_of(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1)] * 4
+    assert thresholds_of(logits, greedy) is None, "greedy rows have no filters"
 
 
 @pytest.mark.parametrize(

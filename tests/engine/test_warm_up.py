@@ -245,7 +245,7 @@ def test_the_sampler_is_prepared_for_all_settings(
     """No request is the first for which MLX compiles an operation of the sampler."""
     called: set[str] = set()
     for module, name in (
-        *((sampler, name) for name in ("_draw", "apply_filters", "_of_the_largest")),
+        *((sampler, name) for name in ("_draw", "filter_thresholds", "_of_the_largest")),
         *((logits_processors, name) for name in ("_add", "_penalize", "_apply_masks")),
         (runner, "logprobs_of"),
     ):

@@ -139,6 +139,7 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
     rows = [mx.ones((3, *pool.shape[2:])) for pool in pools]
     pairs = mx.array([[1, 0], [3, 2]], mx.int32)
     logits = mx.array(rng.standard_normal((3, 100)).astype(np.float32))
+    keys = mx.array(rng.integers(0, 1 << 31, (3, 2)).astype(np.uint32))
     words = mx.array(rng.integers(0, 1 << 31, (2, 4), dtype=np.int64).astype(np.int32))
     slots = mx.array([-1, 17, 18], mx.int32)
     mx.eval(pools, rows, logits, words)
@@ -146,18 +147,20 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
     def all_of_them() -> list[np.ndarray]:
         copies = [[mx.array(np.array(pool)) for pool in pools] for _ in range(2)]
         written = ops.write_kv(*copies[0], *rows, slots)
+        greedy = ops.greedy_tokens(logits)
         outputs = [
             *(pool[1:] for pool in written),  # block 0 is padding
             *ops.copy_blocks(copies[1], pairs),
             *ops.gather_kv(*pools, plan.block_tables, plan.context_lens, 45),
-            *ops.greedy_tokens(logits),
+            *greedy,
+            ops.draw_tokens(logits, *greedy[:2], mx.array([1.0, 0, 2]), keys, -3 * mx.ones(3)),
             ops.apply_token_bitmask(logits + 0, words, mx.array([2, 0], mx.int32)),
         ]
         mx.eval(outputs)
         return [np.array(out) for out in outputs]
 
     names = ["write_kv", "copy_blocks", "gather_kv", "greedy_tokens_float32"]
-    names.append("apply_token_bitmask_32")
+    names += ["apply_token_bitmask_32", "draw_tokens_float32", "merge_draws"]
     with simulated():
         expected = all_of_them()
         assert {launch["kernel"] for launch in launches()} == set(names)

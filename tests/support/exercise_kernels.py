@@ -17,7 +17,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import executables, ops
+from mlx_paged import executables, ops, plain_ops
 from support.mixtures import Experts, chosen_by, exact, logits_apart
 from support.quantised import FORMATS, make_quantised
 from support.reference import GPU_HEAD_DIMS, alibi_slopes, assert_close, make_batch, spans_of
@@ -99,6 +99,18 @@ def bitmask(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
             assert (forbidden[[3, 0, 4]] == (allowed[:, :vocab_size] == 0)).all()
             assert not forbidden[[1, 2]].any()
+
+
+def draws(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+    """Vocabularies that are read in chunks and ones that are not, for a few rows and for many."""
+    for num_rows, size in ((3, 50), (3, 37), (2, 128_256), (300, 1024)):
+        logits = mx.array(rng.standard_normal((num_rows, size)) * 3).astype(dtype)
+        tokens, largest, _ = ops.greedy_tokens(logits)
+        keys = mx.array(rng.integers(0, 1 << 31, (num_rows, 2)).astype(np.uint32))
+        temperature = mx.array(np.resize(np.float32([1.0, 0.0, 0.5]), num_rows))
+        settings = (logits, tokens, largest, temperature, keys, -4 * mx.ones(num_rows))
+        found, expected = ops.draw_tokens(*settings), plain_ops.draw_tokens(*settings)
+        assert mx.array_equal(found, expected)
 
 
 def prefill(rng: np.random.Generator, dtype: mx.Dtype) -> None:
@@ -274,6 +286,7 @@ def main() -> None:
             pools,
             movement,
             bitmask,
+            draws,
             linear,
             quantised,
         )

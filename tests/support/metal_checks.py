@@ -18,7 +18,7 @@ import numpy as np
 from sim import Buffer, SimLibrary
 from sim.checks import check
 
-from mlx_paged import executables, ops
+from mlx_paged import executables, ops, plain_ops
 from mlx_paged import reference as plain_reference
 from support import big_pools, reference
 from support.mixtures import Experts, chosen_by, logits_apart
@@ -853,6 +853,34 @@ def greedy(library: SimLibrary) -> None:
         np.testing.assert_array_equal(tokens[rows], values[rows].argmax(axis=1))
         assert ((tokens >= 0) & (tokens < size)).all()
         np.testing.assert_array_equal(reported, np.where(np.isfinite(expected), tokens, -1))
+
+
+@check
+def draws(library: SimLibrary) -> None:
+    """Rows of whole chunks in several parts, rows of single tokens, of an odd number of them, and
+    in parts of several steps; thresholds, and greedy rows."""
+    rng = np.random.default_rng(0)
+    for dtype, size, num_rows in (
+        (mx.bfloat16, 2048, 6),
+        (mx.float32, 37, 90),
+        (mx.float16, 3, 90),
+        (mx.float32, 70_000, 1),
+    ):
+        logits = mx.array((rng.standard_normal((num_rows, size)) * 3).astype(np.float32))
+        logits = logits.astype(dtype)
+        tokens, largest, _ = plain_ops.greedy_tokens(logits)
+        temperature = mx.array(np.resize(np.float32([1.0, 3.0, 0.0, 0.4, 2.0]), num_rows))
+        keys = rng.integers(0, 1 << 32, (num_rows, 2), dtype=np.uint64).astype(np.uint32)
+        scaled = (logits.astype(mx.float32) - largest[:, None]) / temperature[:, None]
+        second = mx.sort(scaled, axis=1)[:, -2]
+        thresholds = mx.where(mx.arange(num_rows) % 3 == 2, second, -mx.inf)
+        settings = temperature, mx.array(keys), thresholds
+        expected = plain_ops.draw_tokens(logits, tokens, largest, *settings)
+        mx.eval(expected)
+        with simulated(library):
+            found = ops.draw_tokens(logits, tokens, largest, *settings)
+            mx.eval(found)
+        np.testing.assert_array_equal(np.array(found), np.array(expected))
 
 
 @check

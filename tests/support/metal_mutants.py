@@ -15,7 +15,8 @@ VARIANT = "attention_variant.h"
 LAYER = "layer.h"
 ROWS, WEIGHTS, PRODUCTS = "few_rows.h", "quantized_weights.h", "products.h"
 CODES, QUANTISED, LAYOUT = "pool_codes.h", "quantised_pool.h", "pool_layout.h"
-GREEDY = "greedy.h"
+GREEDY, FIRST = "greedy.h", "first_maximum.h"
+DRAW, THREEFRY = "draw.h", "threefry.h"
 LORA = "lora.h"
 EXPERTS = "experts.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -352,12 +353,22 @@ MUTANTS = [
     _mutant(LORA, "} else if (column < n) {", "} else {", "chunks past the last", "adapters"),
     # Greedy choice
     _mutant(GREEDY, "has_nan |= (as_type<uint>(logit) & 0x7fffffffu) > 0x7f800000u;", "", "NaNs are overlooked", "greedy"),
-    _mutant(GREEDY, "if (logit > value) {", "if (logit >= value) {", "the last of equals in a chunk", "greedy"),
-    _mutant(GREEDY, "(other == value && other_place < place)", "false", "any of equals", "greedy"),
+    _mutant(FIRST, "if (number > value) {", "if (number >= value) {", "the last of equals in a chunk", "greedy"),
+    _mutant(FIRST, "(other == value && other_place < place)", "false", "any of equals", "greedy"),
     _mutant(GREEDY, "has_nan |= other_has_nan;", "", "NaNs of another lane", "greedy"),
     _mutant(GREEDY, "for (int i = 1; i < num_parts; i++) {", "for (int i = 1; i < 1; i++) {", "the first SIMD-group alone", "greedy"),
     _mutant(GREEDY, "first += AT_ONCE * threads", "first += 2 * AT_ONCE * threads", "every second round of chunks", "greedy"),
-    _mutant(GREEDY, "best.place < params.vocab_size ? best.place : 0", "best.place", "a token past the last", "greedy"),
-    _mutant(GREEDY, "!best.has_nan && best.value > -INFINITY && best.value < INFINITY", "!best.has_nan && best.value > -INFINITY", "an infinity is reported", "greedy"),
+    _mutant(GREEDY, "first.place < params.vocab_size ? first.place : 0", "first.place", "a token past the last", "greedy"),
+    _mutant(GREEDY, "!best.has_nan && first.value > -INFINITY && first.value < INFINITY", "!best.has_nan && first.value > -INFINITY", "an infinity is reported", "greedy"),
     _mutant(GREEDY, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "parts are read before they are written", "greedy"),
+    # Draws
+    _mutant(THREEFRY, "key_2, key_0 + 2", "key_2, key_0 + 3", "other random numbers", "draws"),
+    _mutant(DRAW, "pair < num_pairs ? uint(apart + pair) : 0u", "uint(apart + pair)", "the counter of a token in the middle", "draws"),
+    _mutant(DRAW, "if (x >= threshold) {", "if (x > threshold) {", "a token at the threshold is left out", "draws"),
+    _mutant(DRAW, "return 16.64f;", "return 1.0f;", "the bar keeps out tokens that can win", "draws"),
+    _mutant(DRAW, "see(second[i], apart + pair + i, random.second);", "", "half of the tokens", "draws"),
+    _mutant(DRAW, "min(begin + params.part_pairs, draw.apart)", "begin + params.part_pairs", "pairs past the last", "draws"),
+    _mutant(DRAW, "for (int part = int(lane); part < params.num_parts; part += 32) {", "for (int part = int(lane); part < 32; part += 32) {", "the first parts alone", "draws"),
+    _mutant(DRAW, "best.value > -INFINITY ? best.place : greedy[row]", "best.place", "greedy rows have no token", "draws"),
+    _mutant(DRAW, "pair < draw.num_pairs ? float(second[pair]) : -INFINITY", "float(second[pair])", "a logit past the row", "draws"),
 ]  # fmt: skip

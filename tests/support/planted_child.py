@@ -25,7 +25,7 @@ from support.planted_kernels import Clock, planted
 
 OPERATIONS = (
     *("paged_attention", "write_kv", "gather_kv", "copy_blocks"),
-    *("greedy_tokens", "apply_token_bitmask", "lora"),
+    *("greedy_tokens", "draw_tokens", "apply_token_bitmask", "lora"),
 )
 SLOW = 0.01  # seconds per call
 

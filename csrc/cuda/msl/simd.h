@@ -85,6 +85,9 @@ METAL_FUNC float sin(float x) {
 METAL_FUNC float exp(float x) {
   return ::expf(x);
 }
+METAL_FUNC float log(float x) {
+  return ::logf(x);
+}
 }  // namespace precise
 
 }  // namespace metal

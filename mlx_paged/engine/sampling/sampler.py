@@ -72,6 +72,12 @@ class SamplingMetadata:
     def __len__(self) -> int:
         return len(self.temperature)
 
+    def drawn_temperature(self) -> FloatArray:
+        """The temperatures ``[n]``, 0 for greedy rows."""
+        drawn = np.zeros_like(self.temperature)
+        drawn[self.drawn] = self.temperature[self.drawn]
+        return drawn
+
     def only(self, at: npt.NDArray[np.intp]) -> SamplingMetadata:
         """The settings of some rows that drawing needs: without edits and reports."""
         return SamplingMetadata(
@@ -163,17 +169,10 @@ def sample(
     """
     platform = platform or Platform.current()
     rows = SamplingMetadata.of(rows)
-    drawn = rows.drawn
-    tokens, largest, reported = _greedy(logits, platform) if greedy is None else Sampled(*greedy)
-    if not len(drawn):
-        return Sampled(tokens, largest, reported)
-    if len(drawn) == len(rows):
-        tokens = _draw(logits, Sampled(tokens, largest), rows, platform)
-    else:
-        [at] = ops.upload(drawn.astype(np.int32))
-        drawn_from = Sampled(tokens[at], largest[at])
-        tokens[at] = _draw(logits[at], drawn_from, rows.only(drawn), platform)
-    return Sampled(tokens, largest)
+    found = _greedy(logits, platform) if greedy is None else Sampled(*greedy)
+    if not len(rows.drawn):
+        return found
+    return Sampled(_draw(logits, found, rows, platform), found.largest)
 
 
 def largest_of(logits: mx.array, platform: Platform) -> mx.array:
@@ -192,62 +191,71 @@ def _greedy(logits: mx.array, platform: Platform) -> Sampled:
 def _draw(
     logits: mx.array, greedy: Sampled, rows: SamplingMetadata, platform: Platform
 ) -> mx.array:
-    # The largest becomes 0: the filters then need no other reduction to get probabilities.
-    logits = logits.astype(mx.float32) - greedy.largest.astype(mx.float32)[:, None]
     keys = rows.key.copy()
     keys[:, 1] ^= rows.position
-    temperature, on_device = ops.upload(rows.temperature, keys)
-    logits = apply_filters(logits / temperature[:, None], rows, platform)
-    tokens = mx.vmap(_categorical)(logits, on_device).astype(mx.int32)
-    # The noise of a token is -inf once in 2**32: if no other is left, it is no likelier than any.
-    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1).squeeze(1)
-    return mx.where(chosen == -mx.inf, greedy.tokens, tokens)
+    largest = greedy.largest.astype(mx.float32)
+    thresholds = filter_thresholds(logits, largest, rows, platform)
+    temperature, on_device, none = ops.upload(
+        rows.drawn_temperature(), keys, np.full(len(rows), -np.inf, np.float32)
+    )
+    if thresholds is None:
+        thresholds = none
+    return ops.draw_tokens(logits, greedy.tokens, largest, temperature, on_device, thresholds)
 
 
-def _categorical(logits: mx.array, key: mx.array) -> mx.array:
-    return mx.random.categorical(logits, key=key)
-
-
-def apply_filters(
+def filter_thresholds(
     logits: mx.array,
-    rows: Sequence[SamplingRow] | SamplingMetadata,
-    platform: Platform | None = None,
-) -> mx.array:
-    """Sets the logits of tokens that must not be sampled to -inf.
+    largest: mx.array,
+    rows: SamplingMetadata,
+    platform: Platform,
+) -> mx.array | None:
+    """Returns the smallest scaled logit of each row that may be drawn, or None without filters.
 
-    min_p comes first, then top_k, then top_p on the renormalized rest, as in vLLM.
+    min_p comes first, then top_k, then top_p on the renormalized rest, as in vLLM. Greedy rows have
+    no filters.
 
     Args:
-        logits: ``[num_rows, vocab_size]`` float32 after temperature; the largest of each row is 0.
+        logits: ``[num_rows, vocab_size]``.
+        largest: ``[num_rows]`` float32: the largest logit of each row.
         rows: One for each row of `logits`.
-        platform: The device; None means MLX's default device.
+        platform: The device.
+
+    Returns:
+        ``[num_rows]`` float32, on the scale of ``(logit - largest) / temperature``.
     """
-    on_cpu = (platform or Platform.current()).on_cpu
-    rows, vocab_size = SamplingMetadata.of(rows), logits.shape[1]
+    vocab_size = logits.shape[1]
     with np.errstate(divide="ignore"):
         floor = np.log(rows.min_p)
     # A row's code path depends on its own settings alone, or its batch would change its rounding.
-    limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
-    is_few = (rows.top_k > 0) & (rows.top_k <= vocab_size // _PARTITION_SHARE)
+    is_drawn = rows.drawn_temperature() > 0
+    is_limited = is_drawn & (rows.top_k > 0) & (rows.top_k < vocab_size)
+    is_few = is_limited & (rows.top_k <= vocab_size // _PARTITION_SHARE)
     # Without a top_k, a CPU need not sort; MLX's sort there is a scalar loop.
-    is_nucleus = ~limited & (rows.top_p < 1) & on_cpu
-    is_many = ~is_few & ~is_nucleus & ((rows.top_p < 1) | limited)
+    is_nucleus = is_drawn & ~is_limited & (rows.top_p < 1) & platform.on_cpu
+    is_many = is_drawn & ~is_few & ~is_nucleus & ((rows.top_p < 1) | is_limited)
     ways = (
         (is_few, _of_the_largest),
         (is_nucleus, _of_the_nucleus),
         (is_many, _of_all_in_order),
     )
-    if not any(members.any() for members, _ in ways) and np.isneginf(floor).all():
-        return logits
+    if not any(members.any() for members, _ in ways) and np.isneginf(floor[rows.drawn]).all():
+        return None
     thresholds = mx.array(floor)
     for members, way in ways:
         group = np.flatnonzero(members)
         if len(group) == len(rows):
-            thresholds = way(logits, rows, floor)
+            thresholds = way(_scaled(logits, largest, rows), rows, floor)
         elif len(group):
             at = mx.array(group.astype(np.int32))
-            thresholds[at] = way(logits[at], rows.only(group), floor[group])
-    return mx.where(logits < thresholds[:, None], -mx.inf, logits)
+            own = rows.only(group)
+            thresholds[at] = way(_scaled(logits[at], largest[at], own), own, floor[group])
+    return thresholds
+
+
+def _scaled(logits: mx.array, largest: mx.array, rows: SamplingMetadata) -> mx.array:
+    # The largest becomes 0: the filters then need no other reduction to get probabilities.
+    [temperature] = ops.upload(rows.temperature)
+    return (logits.astype(mx.float32) - largest[:, None]) / temperature[:, None]
 
 
 def _of_the_largest(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
