@@ -94,13 +94,10 @@ inline void multiply_bfloat_tiles(
 
 template <int Parts, typename Tiles>
 inline void amx_bfloat_product(const BFloatProductArgs& args, int64_t begin, int64_t end) {
-  constexpr TileShape kWhole{kTileRows, kTileRowBytes};
-  constexpr TileShape kShapes[kNumTiles] = {kWhole, kWhole, kWhole, kWhole,
-                                            kWhole, kWhole, kWhole, kWhole};
   auto weights = reinterpret_cast<__m512i*>(args.scratch);
   auto x = reinterpret_cast<const BFloatRows<Parts>*>(args.x);
   const int64_t blocks = bfloat_stride(args.weights.k) / kBFloatBlock;
-  Tiles tiles(kShapes);
+  Tiles tiles(kWholeTiles);
   for (int64_t column = begin; column < end; column += kBFloatTileColumns) {
     int columns = end - column < kBFloatTileColumns ? int(end - column) : kBFloatTileColumns;
     fill_pairs(args.weights, column, columns, 0, args.weights.k, weights);

@@ -25,6 +25,10 @@ struct TileShape {
   int row_bytes = 0;
 };
 
+constexpr TileShape kWholeTile{kTileRows, kTileRowBytes};
+constexpr TileShape kWholeTiles[kNumTiles] = {kWholeTile, kWholeTile, kWholeTile, kWholeTile,
+                                              kWholeTile, kWholeTile, kWholeTile, kWholeTile};
+
 // The processor's tiles. An object holds the thread's tile registers: they are configured by its
 // constructor and released by its destructor. There must be one at a time per thread.
 class HardwareTiles {

@@ -35,7 +35,7 @@ int head_pieces(const AttentionArgs& args, int num_items, int max_rows) {
 }  // namespace
 
 AttentionRun::AttentionRun(const AttentionArgs& args, int num_items, int num_merges)
-    : args_(args), num_items_(num_items) {
+    : args_(args), kernels_(attention_kernels(args)), num_items_(num_items) {
   int covered_rows = 0;
   for (int i = 0; i < num_items; i++) {
     const auto& item = args.work_items[i];
@@ -58,7 +58,7 @@ AttentionRun::AttentionRun(const AttentionArgs& args, int num_items, int num_mer
   }
   pieces_ = head_pieces(args, num_items, max_rows_);
   heads_each_ = (args.num_kv_heads + pieces_ - 1) / pieces_;
-  scratch_ = kernels().attention.scratch_size(args, max_rows_, heads_each_);
+  scratch_ = kernels_.scratch_size(args, max_rows_, heads_each_);
 }
 
 int64_t AttentionRun::num_partial_floats() const {
@@ -105,12 +105,12 @@ void AttentionRun::attend(int task) const {
   int head_begin = task % pieces_ * heads_each_;
   int head_end = std::min(args_.num_kv_heads, head_begin + heads_each_);
   if (args_.work_items[i].row_begin < args_.work_items[i].row_end && head_begin < head_end) {
-    kernels().attention.attend(args_, i, head_begin, head_end, thread_scratch(scratch_));
+    kernels_.attend(args_, i, head_begin, head_end, thread_scratch(scratch_));
   }
 }
 
 void AttentionRun::merge(int task) const {
-  kernels().attention.merge(args_, merge_rows_[task].first, merge_rows_[task].second);
+  kernels_.merge(args_, merge_rows_[task].first, merge_rows_[task].second);
 }
 
 }  // namespace mlx_paged::cpu

@@ -32,6 +32,7 @@ class AttentionRun {
   void find_empty_rows(int num_merges);
 
   AttentionArgs args_;
+  const AttentionKernels& kernels_;
   int num_items_;
   int max_rows_ = 0;
   int64_t partial_rows_ = 0;

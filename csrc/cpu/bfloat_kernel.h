@@ -30,19 +30,17 @@ inline void round_bfloat(const BFloatRoundArgs& args, int begin, int end) {
   }
 }
 
-// Packs elements [begin, begin + count) of 32 columns as [pair, vector, kWidth, 2], with zeros up
-// to a whole kBFloatBlock.
-inline void fill_pairs(
-    const WeightView& w, int64_t column, int columns, int begin, int count, __m512i* tile) {
+// Packs `count` elements of each of 32 columns, which `column_at(i)` finds, as [pair, vector,
+// kWidth, 2], with zeros up to a whole kBFloatBlock.
+template <typename ColumnAt>
+inline void fill_pairs(const ColumnAt& column_at, int count, __m512i* tile) {
   for (int v = 0; v < kTileVectors; v++) {
     for (int first = 0; first < count; first += 2 * kPairs) {
       int left = count - first;
       __mmask32 mask = left >= 2 * kPairs ? ~0u : (1u << left) - 1;
       __m512i rows[kWidth];
-      for (int j = 0; j < kWidth; j++) {  // missing columns repeat the last one
-        int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
-        auto p = static_cast<const char*>(w.data) + (column + at) * w.row_bytes;
-        rows[j] = _mm512_maskz_loadu_epi16(mask, p + 2 * int64_t(begin + first));
+      for (int j = 0; j < kWidth; j++) {
+        rows[j] = _mm512_maskz_loadu_epi16(mask, column_at(v * kWidth + j) + first);
       }
       transpose(rows);
       for (int i = 0; i < kPairs; i++) {
@@ -50,6 +48,17 @@ inline void fill_pairs(
       }
     }
   }
+}
+
+// The same for elements [begin, begin + count) of columns of a matrix.
+inline void fill_pairs(
+    const WeightView& w, int64_t column, int columns, int begin, int count, __m512i* tile) {
+  auto column_at = [&](int i) {
+    const int64_t at = column + (i < columns ? i : columns - 1);  // missing ones repeat the last
+    auto p = static_cast<const char*>(w.data) + at * w.row_bytes;
+    return reinterpret_cast<const BFloat*>(p) + begin;
+  };
+  fill_pairs(column_at, count, tile);
 }
 
 // Adds the products of one part of k to `Rows` rows of c, or stores them.

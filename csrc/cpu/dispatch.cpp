@@ -95,6 +95,13 @@ const IntegerKernels* integer_kernels(Activations activations, const WeightView&
   return is_affine && wide && wide->product ? wide : nullptr;
 }
 
+const AttentionKernels& attention_kernels(const AttentionArgs& args) {
+  const AttentionKernels& tiles = kernels().rounded.bfloat_attention;
+  const bool is_bfloat = args.dtype == DType::bfloat16 && args.keys.format == PoolFormat::plain &&
+                         args.values.format == PoolFormat::plain;
+  return tiles.attend && is_bfloat ? tiles : kernels().attention;
+}
+
 void multiply_rounded(
     const IntegerKernels& integers, const IntegerProductArgs& args, const float* x, int64_t stride,
     int64_t begin, int64_t end) {

@@ -21,6 +21,7 @@ struct RoundedKernels {
   BFloatKernels bfloat;  // empty except for AVX-512 with BF16
   // Splits activations into three bfloat16 parts: as exact as float32. Empty except for AMX.
   BFloatKernels wide_bfloat;
+  AttentionKernels bfloat_attention;  // for plain bfloat16 pools. Empty except for AMX.
 };
 
 struct Kernels {
@@ -46,6 +47,9 @@ extern const RoundedKernels kAmxEmulatedKernels;
 
 // Returns the kernels that multiply such activations and weights as integers, or null.
 const IntegerKernels* integer_kernels(Activations activations, const WeightView& weights);
+
+// Returns the kernels of these queries and pools.
+const AttentionKernels& attention_kernels(const AttentionArgs& args);
 
 // Returns the best build for this processor, or the one that MLX_PAGED_SIMD selects.
 const Kernels& kernels();

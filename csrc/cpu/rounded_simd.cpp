@@ -4,6 +4,7 @@
 // Compiled like kernels_simd.cpp. For AMX, CMake also names the class of tiles (MLX_PAGED_TILES).
 
 #if defined(MLX_PAGED_TILES)
+#include "amx_attention_kernel.h"
 #include "amx_bfloat_kernel.h"
 #include "amx_integers_kernel.h"
 #endif
@@ -33,6 +34,12 @@ const RoundedKernels MLX_PAGED_KERNELS = {
     {},
 #else
     {},
+    {},
+#endif
+#if defined(MLX_PAGED_TILES)
+    {MLX_PAGED_ISA::tile_scratch_size,
+     MLX_PAGED_ISA::attend_by_tiles<MLX_PAGED_ISA::MLX_PAGED_TILES>, MLX_PAGED_ISA::merge},
+#else
     {},
 #endif
 };

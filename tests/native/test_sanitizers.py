@@ -100,8 +100,8 @@ def test_the_operations_pass_under_sanitizers(which: str) -> None:
     if which != "widest" and not sanitizes_all():
         pytest.skip("these kernels are sanitized with MLX_PAGED_SANITIZE=ALL only")
     names, simd = OPERATIONS, which
-    if which == "amx_emulated":  # has kernels of its own for products alone
-        names = ("rounded_products",)
+    if which == "amx_emulated":  # has kernels of its own for products and bfloat16 attention
+        names = ("rounded_products", "amx_attention")
         if simd not in instruction_sets():
             pytest.skip(f"this processor has {', '.join(instruction_sets())}")
     else:
