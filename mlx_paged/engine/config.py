@@ -1,4 +1,4 @@
-"""Options of the engine. Names and defaults are vLLM's if it has the option."""
+"""EngineConfig: the engine's options. Names and defaults follow vLLM's where it has the option."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class EngineConfig:
 
     Attributes:
         runner: "generate" for tokens, "pooling" for embeddings (`LLM.embed`). "auto" is "pooling"
-            for models with sentence-transformers' files, which say how they are pooled.
-        tensor_parallel_size: Number of ranks that share the model's layers, each with a process and
-            a device of its own, see docs/distributed.md (vLLM's name).
-        pipeline_parallel_size: Number of ranks that each have consecutive whole layers (vLLM's
-            name). It saves memory, not time. With both sizes, their product is the number of ranks.
+            for models with sentence-transformers' files, which configure it.
+        tensor_parallel_size: Number of ranks that share every layer, each a process with its own
+            device; see docs/distributed.md (vLLM's name).
+        pipeline_parallel_size: Number of ranks that hold consecutive whole layers (vLLM's name).
+            Saves memory, not time. With both sizes, there are as many ranks as their product.
         pooler_config: How to pool texts: a `PoolerConfig`, or a mapping with its fields. None uses
             the model's own settings. Only for the pooling runner.
         hf_overrides: vLLM's way to mark a model as a reranker: a mapping with
@@ -59,78 +59,77 @@ class EngineConfig:
         block_size: Tokens of a KV block: 8, 16, 32 or 64.
         kv_cache_dtype: Format of keys and values. "auto" is the model's dtype; "int8",
             "int8_k_int4_v" (or "k8v4"), "int4" and "fp8" hold more tokens in the same memory. Only
-            "int8" loses next to nothing, see docs/kv-store.md. Latents and recurrent states keep
-            the model's dtype.
+            "int8" is nearly lossless; see docs/kv-store.md. Latents and recurrent states keep the
+            model's dtype.
         kv_cache_dtype_skip_layers: Layers that keep the model's dtype, by number from 0;
             "sliding_window" stands for all layers with a window (vLLM's name).
         cpu_activations: Format of the inputs of linear layers on the CPU: "float32" is exact;
             "int8" (weights of 4 or 8 bits) and "bfloat16" (weights in bfloat16, steps of many rows)
-            are faster and less accurate, see docs/architecture.md. A GPU supports only "float32".
-        num_gpu_blocks_override: Number of blocks in the pool, regardless of the memory (vLLM's
-            name; it applies to every backend).
-        kv_cache_memory: Bytes for the pool. They are allocated but not touched, so unused blocks
-            take no physical memory.
+            are faster and less accurate; see docs/architecture.md. GPUs support only "float32".
+        num_gpu_blocks_override: Number of blocks in the pool, regardless of memory (vLLM's name;
+            applies to every backend).
+        kv_cache_memory: Bytes for the pool. Allocated but not touched, so unused blocks take no
+            physical memory.
         gpu_memory_utilization: Share of the device's memory for weights, activations and pool. The
             largest step runs once to measure the activations. None: 0.9 on a GPU. On the CPU, the
             pool gets 4 GiB, or half of the machine's memory if that is less, without a measurement.
         typical_context_len: Tokens of a typical sequence. If a model combines full attention with
-            sliding windows or recurrent layers, this determines how they share the memory: the
-            shorter it is, the less full attention gets. None: 4096, or four windows if more.
+            sliding windows or recurrent layers, it determines how they share memory: the shorter,
+            the less full attention gets. None: 4096, or four windows if that is more.
         max_model_len: Maximum tokens of prompt and answer together; None: the model's own limit.
         max_num_seqs: Maximum running sequences; never more than max_num_batched_tokens.
         max_num_batched_tokens: Maximum tokens of one step; longer prompts are prefilled in chunks.
             None: 2048; on an NVIDIA GPU 4096 or 8192 if the weights leave enough memory.
         long_prefill_token_threshold: A prompt with more remaining tokens is long. It gets at most
-            this many tokens a step, and all long prompts together leave short ones the tokens they
-            need, up to half of the step. None: half of max_num_batched_tokens, or all of it for a
-            prompt without competitors; 0 treats all prompts the same.
-        max_step_time_ms: Milliseconds that a step with prompts should take at most; chunks are
-            sized by measured times, see docs/scheduling.md. None: 50 on Metal, where long steps
-            make the screen stutter, and no limit on other devices. 0: no limit.
+            this many tokens per step, and all long prompts together leave short ones the tokens
+            they need, up to half of the step. None: half of max_num_batched_tokens, or all of it
+            for a prompt without competitors; 0 treats all prompts alike.
+        max_step_time_ms: Target maximum of milliseconds for a step with prompts, whose chunks are
+            sized by measured times; see docs/scheduling.md. None: 50 on Metal, where long steps
+            make the screen stutter, and no limit elsewhere. 0: no limit.
         watermark: Share of the blocks that admission leaves free for running sequences to grow.
         max_num_waiting: Maximum waiting sequences; more are refused with `EngineOverloadedError`.
             None means no limit.
         policy: "fcfs", or "priority" (lower `priority` first).
-        enable_prefix_caching: Share equal prefixes between requests, and keep them for later ones.
-        kv_offloading_size: GiB of host memory for evicted blocks (vLLM's name), see
-            docs/kv-offloading.md. A prompt whose prefix is there does not compute it again. None:
-            evicted blocks are dropped.
-        kv_offload_dir: Folder for blocks that are worth keeping, which come back after a restart,
-            too; see docs/kv-offloading.md. Prompts can be reconstructed from its files. Several
-            processes and models may share it. None: no disk.
-        kv_offload_gib: GiB of all files in that folder.
-        role: "prefill" computes prompts for other engines, too; "decode" has one of these compute
-            long prompts, see docs/disaggregation.md. None: all is done here.
-        prefill_address: HOST:PORT where the engine that prefills listens, and where one that
-            decodes finds it. Keys and values travel as they are: use a trusted network.
-        prefill_secret_file: File of at least 16 bytes that both engines have.
-        prefill_min_tokens: Prompts with fewer tokens that are not cached are computed here.
+        enable_prefix_caching: Share common prefixes between requests, and keep them for later ones.
+        kv_offloading_size: GiB of host memory for evicted blocks (vLLM's name), from which later
+            prompts restore their prefixes; see docs/kv-offloading.md. None: drop evicted blocks.
+        kv_offload_dir: Folder for blocks worth keeping, which survive restarts; see
+            docs/kv-offloading.md. Prompts can be reconstructed from its files. Several processes
+            and models may share it. None: no disk.
+        kv_offload_gib: Maximum GiB of all files in that folder.
+        role: "prefill" also computes prompts for other engines; "decode" sends long prompts to such
+            an engine; see docs/disaggregation.md. None: everything runs here.
+        prefill_address: HOST:PORT where the prefill engine listens and the decode engine connects.
+            Keys and values are not encrypted: use a trusted network.
+        prefill_secret_file: File of at least 16 bytes that both engines share.
+        prefill_min_tokens: Prompts with fewer uncached tokens are computed here.
         disable_hybrid_kv_cache_manager: Keep the blocks of all attention layers as long as their
             sequence, even after a layer's window has moved on (vLLM's name). For comparisons.
-        enable_chunked_prefill: Cut prompts that do not fit into a step. If False,
+        enable_chunked_prefill: Split prompts that do not fit in a step. If False,
             max_num_batched_tokens must be at least the context length.
-        async_scheduling: Plan and launch a step while the previous one still runs. The tokens do
-            not change.
+        async_scheduling: Plan and launch a step while the previous one still runs. Tokens do not
+            change.
         enforce_eager: On a GPU, skip the warm-up and build every decode step anew instead of
             replaying graphs (vLLM's name).
         calibrate: "auto" checks and times the kernels at the first start on an Apple GPU, in at
-            most 10 s, and keeps the outcome; "force" does so again, on any GPU; "off" never does,
-            and whole steps then do not run on Metal.
-        memory_pressure: "auto" follows the system's memory pressure where the pools are in main
-            memory: it gives unused blocks back, and refuses new requests with
-            `MemoryPressureError` while the system is critically short; "off" ignores it.
+            most 10 s, and saves the result; "force" repeats it, on any GPU; "off" skips it, and
+            whole steps then do not run on Metal.
+        memory_pressure: "auto" follows the system's memory pressure if the pools are in main
+            memory: returns unused blocks, and refuses new requests with `MemoryPressureError` while
+            memory is critically short. "off" ignores it.
         speculative_config: Speculative decoding: a `SpeculativeConfig`, or a mapping with its
-            fields, such as {"method": "suffix"}. The tokens do not change. None: no drafts.
+            fields, such as {"method": "suffix"}. Tokens do not change. None: off.
         reasoning_parser: Format of the model's reasoning, by vLLM's name
             (`parsing.reasoning.REASONING_FORMATS`). It determines where a grammar begins and which
             tokens `thinking_token_budget` counts. "auto" detects it by vocabulary and template;
             "none" or "" turns it off.
-        structured_outputs_timeout: Maximum CPU seconds to compile a grammar; requests with slower
-            grammars are refused.
-        structured_outputs_cache_size: Maximum compiled grammars kept for later requests.
+        structured_outputs_timeout: Maximum CPU seconds to compile a grammar before its request is
+            refused.
+        structured_outputs_cache_size: Maximum number of compiled grammars to keep.
         limit_mm_per_prompt: Maximum items of each kind in one prompt: a mapping of "image", "video"
             and "audio". The default is vLLM's 999.
-        allowed_local_media_path: Folder whose files prompts may use with `file:` URLs; None: none.
+        allowed_local_media_path: Folder whose files `file:` URLs may name; None: no local files.
         allowed_media_domains: Hosts to fetch media from, including private ones; None: any host
             with a public address.
         media_io_kwargs: How to read media, as in vLLM: {"video": {"num_frames": 32, "fps": -1},
@@ -139,18 +138,17 @@ class EngineConfig:
         media_limits: Fields of `MediaLimits` that replace its defaults.
         max_num_encoder_tokens: Maximum rows of pictures, videos and sounds that one step encodes; a
             larger item is encoded alone. None: max_num_batched_tokens.
-        mm_encoder_cache_bytes: Bytes for the outputs of the encoders, kept for later requests.
-        enable_lora: Take requests with a `LoRARequest`: a low-rank adapter on top of the model.
-        max_loras: Maximum different adapters of one step. Requests for others wait.
-        max_lora_rank: Maximum rank of an adapter. Memory and time of adapters grow with it.
+        mm_encoder_cache_bytes: Bytes for cached encoder outputs.
+        enable_lora: Accept requests with a `LoRARequest`.
+        max_loras: Maximum number of different adapters in a step. Requests for others wait.
+        max_lora_rank: Maximum rank of an adapter. Adapters take memory and time in proportion.
         lora_dtype: Dtype of adapters on the device. "auto" is the dtype of activations. On the CPU,
             which computes in float32, "float16" and "bfloat16" halve the memory and the time to
             read adapters.
-        max_cpu_loras: Maximum adapters kept in main memory; None: max_loras.
-        adapter_path: Directory of an adapter for all requests that name none (mlx-lm's name). Its
-            rank may exceed max_lora_rank.
-        warm_up_loras: Directories of adapters that requests will name. On a GPU, the engine
-            prepares their steps when it starts.
+        max_cpu_loras: Maximum number of adapters in main memory; None: max_loras.
+        adapter_path: Directory of the adapter for requests that name none (mlx-lm's name). Its rank
+            may exceed max_lora_rank.
+        warm_up_loras: Directories of adapters whose steps the engine prepares at startup, on a GPU.
     """
 
     runner: str = "auto"
@@ -299,12 +297,12 @@ class EngineConfig:
 
     @cached_property
     def kv_format(self) -> KVFormat | None:
-        """The format of keys and values; None: as the model computes."""
+        """The format of keys and values; None: the model's dtype."""
         return format_named(self.kv_cache_dtype)
 
     @cached_property
     def kv_salt(self) -> str | None:
-        """Returns a salt that separates blocks of these options from others; None for defaults."""
+        """The salt that separates blocks with these options from others; None for defaults."""
         rounded = None if self.cpu_activations == "float32" else f"x={self.cpu_activations}"
         if self.kv_format is None:
             return rounded
@@ -312,7 +310,7 @@ class EngineConfig:
         return f"{self.kv_format.name}/{skipped}" + (f"/{rounded}" if rounded else "")
 
     def salted(self, cache_salt: str | None) -> str | None:
-        """The salt of a request's prefixes, the format of keys and values included."""
+        """Returns a request's cache salt combined with the format of keys and values."""
         if self.kv_salt is None or cache_salt is None:
             return self.kv_salt or cache_salt
         is_salt = isinstance(cache_salt, str) and cache_salt != ""  # `Request` refuses others.
@@ -320,7 +318,7 @@ class EngineConfig:
 
     @cached_property
     def media_options(self) -> MediaOptions:
-        """The options of media, checked."""
+        """The media options, validated."""
         return MediaOptions.of(
             limit_mm_per_prompt=self.limit_mm_per_prompt,
             allowed_local_media_path=self.allowed_local_media_path,
@@ -423,7 +421,7 @@ class EngineConfig:
 
     @property
     def ranks_option(self) -> str:
-        """The option that asks for several ranks, for errors."""
+        """The options that ask for several ranks, for errors."""
         names = ("tensor_parallel_size", "pipeline_parallel_size")
         return " * ".join(name for name in names if getattr(self, name) > 1) or names[0]
 
@@ -451,7 +449,7 @@ class EngineConfig:
 
     @property
     def num_adapter_slots(self) -> int:
-        """Slots of the device for adapters; 0 if no request has one."""
+        """Number of adapter slots on the device; 0 if adapters are off."""
         return self.max_loras if self.enable_lora else int(self.adapter_path is not None)
 
     def _check_pooler(self) -> None:
@@ -468,7 +466,7 @@ class EngineConfig:
     def for_model(
         self, directory: Path | None, config: Mapping[str, Any], *, classifies: bool = False
     ) -> EngineConfig:
-        """Returns these options with the runner and the pooling for a model.
+        """Returns these options with runner and pooling resolved for a model.
 
         Args:
             directory: Directory of the model's files; None if unknown.
@@ -476,8 +474,8 @@ class EngineConfig:
             classifies: True if it has a classification layer.
 
         Raises:
-            InvalidParameterError: A pooler config for a model that generates, or one that
-                contradicts a model that classifies.
+            InvalidParameterError: The model generates but has a pooler config, or it classifies and
+                the pooler config contradicts that.
             UnsupportedModelError: The model cannot be pooled.
         """
         given = self.pooler_config
@@ -486,7 +484,7 @@ class EngineConfig:
         if runner == "generate":
             return replace(self, runner=runner)  # This refuses a pooler config.
         pooler = pooler_config_of(given, directory, config)
-        # A mean needs the states of all tokens, and the cache holds none.
+        # A mean needs the hidden states of all tokens, which the cache does not hold.
         caches = self.enable_prefix_caching and pooler.pooling_type == LAST
         return replace(self, runner=runner, pooler_config=pooler, enable_prefix_caching=caches)
 
@@ -512,7 +510,7 @@ class EngineConfig:
         if model_limit is not None and self.max_model_len > model_limit:
             raise InvalidParameterError(
                 "max_model_len",
-                f"at most {model_limit}, which this model was made for",
+                f"at most {model_limit}, the model's own limit,",
                 self.max_model_len,
             )
         return self.max_model_len
@@ -533,7 +531,7 @@ class EngineConfig:
 
         Args:
             encoder_bytes_per_row: Estimated bytes of one row's features; None if unknown.
-            encodes_slowly: True if the encoders run on the CPU, where one picture takes as long as
+            encodes_slowly: True if the encoders run on the CPU, where an image takes as long as
                 several decode steps.
         """
         more = {} if not encoder_bytes_per_row else {"encoder_bytes_per_row": encoder_bytes_per_row}
@@ -569,12 +567,12 @@ class EngineConfig:
 
         Args:
             bytes_per_token: Bytes of K and V of one token, for each layer.
-            left_over: Bytes that `gpu_memory_utilization` leaves to the pool, if it applies.
-            most_blocks: Returns the number of blocks that fit into some bytes, for models whose
+            left_over: Bytes that `gpu_memory_utilization` leaves for the pool, if it applies.
+            most_blocks: Returns the number of blocks that fit in some bytes, for models whose
                 layers have different numbers of blocks.
 
         Raises:
-            InvalidParameterError: The memory is too small for even one block.
+            InvalidParameterError: The memory does not hold two blocks.
         """
         if self.num_gpu_blocks_override is not None:
             return self.num_gpu_blocks_override

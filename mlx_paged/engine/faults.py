@@ -1,4 +1,4 @@
-"""Faults of a device, and how to distinguish them."""
+"""Classifies and describes the faults of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PERMITTED_TOKEN = (
 HIDDEN_NOT_FINITE = "its hidden states are not finite (NaN or infinite)"
 OVERFLOW = "its logits overflow with its penalties"
 
-#: Faults of the model, whose keys and values may be wrong, too.
+#: Faults of the model, after which its keys and values may be wrong too.
 POISONS = frozenset({NOT_A_NUMBER, INFINITE, HIDDEN_NOT_FINITE})
 
 
@@ -34,12 +34,12 @@ def why_no_token(model_largest: float, largest: float) -> str:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """True if the user pressed Ctrl-C: Python raises that on the main thread, and only there."""
+    """True if the user pressed Ctrl-C, which Python raises only on the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and is_main
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for the caller."""
+    """Returns one line about an error, for the caller."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,9 +1,9 @@
-"""Pauses Python's garbage collection while a step is built, and lets it run between steps.
+"""Pauses Python's garbage collection during a step and lets it run between steps.
 
-A step allocates thousands of objects that the next step frees. The collector counts them, and now
-and then walks everything in the process while the device waits: 1.7 of 6.4 ms at 32 sequences.
-Between two steps, most of them are gone and nothing triggers a collection. If one runs anyway, the
-device is busy with the next step and loses no time.
+A step allocates thousands of objects that the next step frees. The collector counts them and
+sometimes walks everything in the process while the device waits: 1.7 of 6.4 ms at 32 sequences.
+Between two steps, most are gone and rarely trigger a collection. If one runs there, the device is
+busy with the next step and loses no time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import threading
 from types import TracebackType
 
-# Reentrant: a stream that is garbage-collected while this thread holds it takes it, too.
+# Reentrant: a stream that is garbage-collected while this thread holds it takes it again.
 _lock = threading.RLock()
-_threads: set[int] = set()  # that are in a step
+_threads: set[int] = set()  # threads inside a step
 _was_enabled = True  # before the first of them
 
 
@@ -26,7 +26,7 @@ def _hold_back() -> None:
     with _lock:
         if not _threads:
             _was_enabled = gc.isenabled()
-        # Registered before, because an exception or a collection in between releases the pause.
+        # Registered first, because an exception or a collection in between ends the pause.
         _threads.add(this)
         gc.disable()
         _threads.add(this)
@@ -65,7 +65,7 @@ def gc_paused() -> contextlib.AbstractContextManager[None]:
 
 
 def _forked() -> None:
-    """In a child, no thread is in a step."""
+    """Resets the state in a forked child, where no thread is inside a step."""
     global _lock
     _lock = threading.RLock()
     if _threads and _was_enabled:

@@ -1,4 +1,4 @@
-"""EngineGuard: one thread at a time in an engine, none after a fork or during the exit."""
+"""EngineGuard: lets one thread into an engine at a time; refuses forked children and late calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_paged import runtime
 from mlx_paged.errors import ForkedProcessError
 
-# Seconds that the interpreter's exit waits for a call that another thread has begun.
+# Seconds that interpreter exit waits for another thread's running call.
 _EXIT_TIMEOUT = 60.0
 
 _user: int | None = None  # the process that made the first engine or the drop-in's store
@@ -26,10 +26,9 @@ this_thread = _Thread()
 
 
 def check_process() -> None:
-    """Refuses to work in a child of a process that has used MLX.
+    """Refuses to work in a forked child of a process that has used MLX.
 
-    `fork` copies only the calling thread, so anything that waits for MLX's threads would wait
-    forever.
+    `fork` copies only the calling thread, so waiting for MLX's threads would take forever.
 
     Raises:
         ForkedProcessError: This is such a child.
@@ -40,10 +39,10 @@ def check_process() -> None:
 
 
 def protect_thread() -> None:
-    """Lets this thread end at any time if it is a daemon, even during the interpreter's exit.
+    """Lets this thread end safely at any time, even as a daemon during interpreter exit.
 
-    Without it, a thread that has used `mx.compile` or `mx.random` and that the exiting interpreter
-    ends would abort the process: see csrc/thread_end.h.
+    Otherwise, a thread that has used `mx.compile` or `mx.random` could abort the exiting process;
+    see csrc/thread_end.h.
     """
     if not this_thread.is_protected:
         _ = mx.random.state
@@ -52,15 +51,15 @@ def protect_thread() -> None:
 
 
 def is_forked() -> bool:
-    """True if this is such a child."""
+    """True in a forked child of a process that has used MLX."""
     return _user is not None and _user != os.getpid()
 
 
 def claim_process() -> None:
-    """Says that this process uses MLX.
+    """Records that this process uses MLX.
 
     Raises:
-        ForkedProcessError: in a child of a process that has used it.
+        ForkedProcessError: This is a forked child of a process that has used it.
     """
     global _user
     check_process()
@@ -75,8 +74,8 @@ class EngineGuard:
         with guard.lock, guard.busy:
             ...
 
-    Callers use the interpreter's own locks, not a context manager of ours, because an exception
-    from outside cannot leave those locked.
+    Callers use the interpreter's locks directly rather than a context manager in Python, because
+    an exception such as Ctrl-C cannot leave those locked.
 
     Attributes:
         lock: Reentrant; held by the thread whose call runs.
@@ -96,8 +95,8 @@ class EngineGuard:
     def refuse(self) -> None:
         """Refuses a call.
 
-        At the interpreter's exit, this never returns to a thread other than the exiting one,
-        because a thread inside MLX would then abort the process.
+        During interpreter exit, only the exiting thread returns from this: any other thread inside
+        MLX would abort the process.
 
         Raises:
             ForkedProcessError: This is a child of the process that made the engine.
@@ -108,7 +107,7 @@ class EngineGuard:
             threading.Event().wait()
 
     def close(self, timeout: float) -> None:
-        """Waits for the call that runs, and keeps every other thread out from now on."""
+        """Waits for the running call, then keeps every other thread out."""
         if os.getpid() == self.pid:
             self.is_closed = True
             self.lock.acquire(timeout=timeout)

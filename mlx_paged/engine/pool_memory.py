@@ -1,11 +1,11 @@
-"""PoolMemory: gives the memory of unused blocks back to the system, and takes it again on demand.
+"""PoolMemory: returns the memory of unused blocks to the system, and reclaims it on demand.
 
 There are two ways, by device:
 
-- *Discard* (CPU on Linux): the pages of free blocks go back, and come again with the next write. A
-  pool keeps its size, so nothing else changes.
-- *Resize* (Metal, where the system keeps a whole buffer): the blocks in use move to the front, and
-  smaller pools replace the old ones. They grow when the scheduler lacks room.
+- *Discard* (CPU on Linux): returns the pages of free blocks; the next write brings them back. Pools
+  keep their size, so nothing else changes.
+- *Resize* (Metal, where the system keeps whole buffers): moves blocks in use to the front, and
+  replaces the pools with smaller ones, which grow when the scheduler lacks room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.model import pages
 from mlx_paged.model.layout import KVCacheGroupSpec
 
-# A pool shrinks to the blocks in use and this share of them, and only if a quarter goes.
+# A pool shrinks to the blocks in use plus 1/_SPARE, and only if that frees 1/_WORTHWHILE.
 _SPARE = 4
 _WORTHWHILE = 4
 
@@ -35,7 +35,7 @@ class Companion(Protocol):
         """Bytes of a token in all its layers."""
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates the pools anew. Their contents are lost."""
+        """Reallocates the pools. Their contents are lost."""
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
         """Notes that blocks of the full group were copied."""
@@ -44,7 +44,7 @@ class Companion(Protocol):
         """Changes the number of blocks; keeps the contents of the first ones."""
 
     def discard_blocks(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Gives the memory of free blocks back; each run is (first, end)."""
+        """Returns the memory of free blocks; each run is (first, end)."""
 
 
 class PoolMemory:
@@ -53,7 +53,7 @@ class PoolMemory:
     Args:
         kv_config: Derives all pool sizes from the size of the full group.
         sizes: The configured sizes, which the runner's pools have.
-        new_kv: Makes an empty KV store of the configured sizes.
+        new_kv: Creates an empty KV store of the configured sizes.
         step_blocks: Blocks of the largest step.
         companion: Further pools that follow those of the full group.
 
@@ -80,7 +80,7 @@ class PoolMemory:
         self._step_blocks = step_blocks
         self.num_blocks = sizes.num_blocks
         self.resizes = not pages.can_discard(runner.model.platform)
-        self._is_torn = False  # an exception cut off a change of sizes
+        self._is_torn = False  # True while a resize is incomplete
         self._last_discard = -1  # newest step that was launched before
         others = [s for s in runner.model.layout.group_specs if s not in kv_config.windows]
         self._specs: list[list[KVCacheGroupSpec]] = [others, *([w] for w in kv_config.windows)]
@@ -108,9 +108,9 @@ class PoolMemory:
         return [sizes.num_blocks, *sizes.window_blocks]
 
     def make_kv(self) -> KVManager:
-        """Makes an empty KV store over the pools as they are.
+        """Creates an empty KV store over the pools as they are.
 
-        Allocates them anew, without their contents, if a change of their sizes was interrupted.
+        Reallocates them, without their contents, if a resize was interrupted.
         """
         if self._is_torn:
             sizes = self._kv_config.sizes(self.num_blocks)
@@ -139,7 +139,7 @@ class PoolMemory:
     # Discarding.
 
     def discard(self, kv: KVManager) -> int:
-        """Gives back the memory of free blocks and state slots; returns the bytes that were in use.
+        """Discards the memory of free blocks and state slots; returns the bytes that were in use.
 
         A step may be in flight: it touches no free block.
         """
@@ -166,7 +166,7 @@ class PoolMemory:
         return pages.runs_of(free_since(-1), fresh), len(free_since(max(0, self._last_discard)))
 
     def hold_pages(self, holds: bool) -> None:
-        """Keeps the system from filling discarded parts of huge pages again, or no longer."""
+        """Turns huge pages off or on: they would refill their discarded parts."""
         if not self.resizes:
             self._runner.model.allow_huge_pages(not holds)
 
@@ -184,7 +184,7 @@ class PoolMemory:
         return min(size, full)
 
     def is_worthwhile(self, num_blocks: int) -> bool:
-        """True if shrinking to `num_blocks` gives enough back to be worth the copy."""
+        """True if shrinking to `num_blocks` frees enough to be worth the copy."""
         return num_blocks <= self.num_blocks - self.num_blocks // _WORTHWHILE
 
     def is_short(self, kv: KVManager, num_running: int) -> bool:
@@ -196,7 +196,7 @@ class PoolMemory:
         return any(group.pool.num_free <= num_running for group in kv.attention)
 
     def grown(self) -> int:
-        """The next larger size."""
+        """Returns the next larger size."""
         return min(self._full.num_blocks, self.num_blocks + self.num_blocks // 2 + 1)
 
     @property

@@ -11,15 +11,15 @@ from mlx_paged.engine.pressure_sources import PressureLevel, PressureSource
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two readings of a source.
+#: Seconds between readings of a source.
 POLL_SECONDS = 1.0
-#: Seconds at a lower level until the pressure counts as that much lower.
+#: Seconds at a lower level before the level in effect drops.
 QUIET_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class PressureStats:
-    """Memory pressure, and what was given back because of it.
+    """Memory pressure, and how much was given back because of it.
 
     Attributes:
         level: 0 normal, 1 warning, 2 critical.
@@ -37,11 +37,11 @@ class PressureStats:
 class MemoryPressure:
     """The level of a source, with hysteresis.
 
-    A higher level counts at once; a lower one after `QUIET_SECONDS`, one level at a time, so that
-    memory does not go back and forth. A source that raises is never read again.
+    A higher level takes effect at once; a lower one after `QUIET_SECONDS`, one level at a time, so
+    that memory does not move back and forth. A source that raises is never read again.
 
     Args:
-        source: None means no pressure ever.
+        source: None means there is never pressure.
         clock: Returns seconds.
 
     Attributes:
@@ -71,7 +71,7 @@ class MemoryPressure:
         return self._source is not None and self.clock() >= self._next_poll
 
     def poll(self) -> bool:
-        """Reads the source if the last reading is a second old. Returns True if it did."""
+        """Reads the source unless the last reading is less than a second old; True if it did."""
         if self._source is None:
             return False
         now = self.clock()

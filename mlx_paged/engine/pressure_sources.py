@@ -3,7 +3,7 @@
 - macOS: `kern.memorystatus_vm_pressure_level`, the level that Activity Monitor shows in color.
 - Linux: PSI (`memory.pressure` of the process's control group, else `/proc/pressure/memory`), the
   share of the last ten seconds in which tasks waited for memory. The counters of `memory.events`
-  are not used: reading a large file fills the page cache up to the limit, which counts, too.
+  are not used, because reading a large file also fills the page cache up to the limit.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MAC_LEVELS = {1: PressureLevel.NORMAL, 2: PressureLevel.WARNING, 4: PressureLev
 
 
 class PressureSource(Protocol):
-    """Tells how short of memory the system is."""
+    """Reports how short of memory the system is."""
 
     @property
     def name(self) -> str:
         """The file or value that it reads, for the log."""
 
     def read(self) -> PressureLevel:
-        """The level now. Any exception means that this system does not tell."""
+        """Returns the current level. Any exception means that the source does not work here."""
 
 
 class MacSource:
@@ -79,7 +79,7 @@ class LinuxSource:
 
 
 def system_source() -> PressureSource | None:
-    """Returns this system's source, which has been read once; None if there is none that works."""
+    """Returns this system's source, after reading it once; None if none works."""
     try:
         source: PressureSource
         if sys.platform == "darwin":

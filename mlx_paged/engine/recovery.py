@@ -10,18 +10,19 @@ from mlx_paged.engine.stats import sum_counters, sum_encoder_stats
 class Recovery:
     """Tracks whether the engine is whole, and keeps the counts of discarded parts.
 
-    An exception in the middle of a change leaves `is_whole` false, and no handler that could be
-    interrupted in its turn has to see to it.
+    An exception in the middle of a change leaves `is_whole` False without any handler, which could
+    itself be interrupted.
 
     Attributes:
         is_whole: False while a call changes the engine, and after a call that raised.
         failed: The exception that the last step raised.
-        num_failed_steps: Failed steps in a row, without the last one until the engine is repaired.
-        num_recoveries: Times the engine was repaired.
-        counters: Counters of the KV stores that were given up.
-        num_preemptions: Preemptions of the schedulers that were given up.
+        num_failed_steps: Consecutive failed steps, without the last one until the engine is
+            repaired.
+        num_recoveries: Number of repairs.
+        counters: Counters of the discarded KV stores.
+        num_preemptions: Preemptions by the discarded schedulers.
         encoder_cache: Statistics of their encoder caches.
-        max_used_blocks, max_shared_blocks: Most blocks that were in use in those stores.
+        max_used_blocks, max_shared_blocks: Peaks of those stores.
     """
 
     def __init__(self) -> None:
@@ -42,16 +43,16 @@ class Recovery:
         return f"a failed step: {reason_of(self.failed)}"
 
     def reason_to_end(self, sequence: Sequence) -> str | None:
-        """Returns why a sequence ends instead of being computed again, or None.
+        """Returns why a sequence ends instead of being recomputed, or None.
 
-        After a second failed step in a row, all sequences that have run are suspects.
+        After two consecutive failed steps, every sequence that has run is suspect.
         """
         if self.failed is None or self.num_failed_steps == 0:
             return None
         return None if sequence.first_admission is None else reason_of(self.failed)
 
     def complete(self, kv: KVManager, scheduler: Scheduler) -> None:
-        """Notes that the engine is whole again, without these two."""
+        """Marks the engine as whole again, and keeps the counts of the two discarded parts."""
         # Computed first and then assigned at once, because Ctrl-C may come in between.
         self.counters, self.num_preemptions, self.encoder_cache = (
             sum_counters(self.counters, kv.counters),

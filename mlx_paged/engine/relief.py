@@ -1,12 +1,11 @@
 """Relief: what an engine does when the system is short of memory.
 
 ========  ========================================================================================
-warning   Cached blocks and features of media that no sequence uses are evicted, and their memory
-          goes back to the system. So do blocks in host memory, and MLX's cache of freed buffers.
-          Sequences still take the blocks they need.
-critical  The same, and new requests are refused. Running ones finish; those that wait run one at a
-          time.
-normal    Pools that were resized grow back as soon as something needs the room.
+warning   Evicts cached blocks and media features that no sequence uses, and returns their memory to
+          the system, along with blocks in host memory and MLX's cache of freed buffers. Sequences
+          still get the blocks they need.
+critical  The same, and refuses new requests. Running ones finish; waiting ones run one at a time.
+normal    Shrunk pools grow back as soon as something needs the room.
 ========  ========================================================================================
 """
 
@@ -31,10 +30,10 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 class Relief:
-    """Follows the memory pressure for one engine, on the thread that calls it.
+    """Follows the memory pressure for one engine, on the calling thread.
 
     Attributes:
-        pressure: The level, and what was given back.
+        pressure: The level, and how much was given back.
         pools: The memory of the engine's pools.
         offloading: Blocks in host memory; None if evicted blocks are dropped.
     """
@@ -46,7 +45,7 @@ class Relief:
         self.pools = pools
         self.offloading = offloading
         self._level = PressureLevel.NORMAL  # as of the last log line
-        self._shrinks = False  # the pools are to shrink once no step is in flight
+        self._shrinks = False  # shrink the pools once no step is in flight
         self._next_shrink = float("-inf")  # earliest time
         self._given_back = 0  # bytes, since the last log line
 
@@ -57,11 +56,11 @@ class Relief:
 
     @property
     def refuses_requests(self) -> bool:
-        """True while no new request is taken."""
+        """True while new requests are refused."""
         return self.pressure.level is PressureLevel.CRITICAL
 
     def check_admission(self) -> None:
-        """Raises `MemoryPressureError` while no new request is taken."""
+        """Raises `MemoryPressureError` while new requests are refused."""
         if self.refuses_requests:
             raise MemoryPressureError(QUIET_SECONDS)
 
@@ -97,12 +96,12 @@ class Relief:
         return False
 
     def _give_back(self, scheduler: Scheduler) -> None:
-        """Evicts what no sequence uses, and gives its memory back as far as it can be done now."""
+        """Evicts what no sequence uses, and returns as much of its memory as possible now."""
         kv = scheduler.kv
         features = scheduler.encoder_cache.evict_idle(kv.pool.evaluated_step)
         self._count(self.pools.drop_features(features))
         is_first = self._level is PressureLevel.NORMAL
-        if self.offloading is not None:  # first, so that it does not take what is evicted
+        if self.offloading is not None:  # first, so that it does not keep what is evicted
             self._count(self.offloading.shed())
         self.pressure.num_blocks += kv.evict_idle()
         self._shrinks = self.pools.resizes
@@ -116,10 +115,10 @@ class Relief:
             self._count(self.pools.discard(kv))
 
     def _wanted_size(self, scheduler: Scheduler) -> int:
-        """The size that the full group's pool should have now."""
+        """Returns the size that the full group's pool should have now."""
         pools, kv, num_running = self.pools, scheduler.kv, scheduler.num_running
         lacks_room = scheduler.has_unfinished and scheduler.lacks_room
-        # Never what the next step needs, or the pools would shrink and grow forever.
+        # Keep what the next step needs, or the pools would shrink and grow forever.
         if self._shrinks and not lacks_room and self.pressure.clock() >= self._next_shrink:
             least = pools.least(kv, num_running)
             if pools.is_worthwhile(least):
@@ -128,11 +127,11 @@ class Relief:
             return pools.num_blocks
         is_short = lacks_room or pools.is_short(kv, num_running)
         if self.pressure.level is PressureLevel.NORMAL:
-            # Before blocks are evicted that could stay.
+            # Grow before evicting blocks that could stay.
             is_short = is_short or pools.is_full(kv, num_running)
             return pools.full if is_short else pools.num_blocks
         if self.pressure.level is PressureLevel.CRITICAL and num_running:
-            # Waiting sequences wait.
+            # Waiting sequences keep waiting.
             is_short = pools.is_short(kv, num_running)
         return pools.grown() if is_short else pools.num_blocks
 
@@ -141,7 +140,7 @@ class Relief:
         self._given_back += num_bytes
 
     def _log(self) -> None:
-        """One line for each change of level, once its memory has been given back."""
+        """Logs each change of level once, after its memory has been given back."""
         level = self.pressure.level
         if level is self._level:
             return
@@ -154,7 +153,7 @@ class Relief:
         elif level > before:
             logger.warning("the system is short of memory: %s", gave)
         elif level is PressureLevel.WARNING:
-            logger.warning("the system is less short of memory: new requests are taken again")
+            logger.warning("the system is less short of memory: new requests are accepted again")
         else:
             self.pools.hold_pages(False)
             logger.warning("the system has memory again: %s since it was short", gave)

@@ -6,7 +6,7 @@ There are three forms, OpenAI's, Anthropic's and Ollama's. The path decides whic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from starlette.datastructures import Headers
@@ -163,6 +163,16 @@ def message_status(status: int) -> int:
 def bad_request(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
     """400 for a field."""
     return ApiError(400, message, param=param, code=code)
+
+
+def model_not_found(name: str, known: Iterable[str]) -> ApiError:
+    """404: no model has this name.
+
+    Args:
+        known: The names of all models and adapters.
+    """
+    message = f"there is no model named {shorten(name, 64)!r} here, only: {', '.join(known)}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def unavailable(message: str, code: str, retry_after: float = RETRY_AFTER) -> ApiError:

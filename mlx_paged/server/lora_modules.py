@@ -37,7 +37,7 @@ def lora_modules_of(given: Iterable[str]) -> tuple[LoraModule, ...]:
             expected = 'name=path, or {"name": ..., "path": ...},'
             raise InvalidParameterError("lora_modules", expected, text)
         if name in modules:
-            raise InvalidParameterError("lora_modules", "of different names", text)
+            raise InvalidParameterError("lora_modules", "unique names", text)
         modules[name] = LoraModule(name, path)
     return tuple(modules.values())
 
@@ -138,4 +138,6 @@ class LoraModules:
                 cause = error.__cause__
                 if isinstance(cause, MlxPagedError):
                     raise cause from None
-                raise InvalidParameterError("lora_modules", "other names", module.name) from None
+                raise InvalidParameterError(
+                    "lora_modules", "names that the model itself does not have", module.name
+                ) from None

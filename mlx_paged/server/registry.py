@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from mlx_paged.server.config import DEFAULT_TAG, ServerConfig
-from mlx_paged.server.errors import ApiError
+from mlx_paged.server.errors import model_not_found
 from mlx_paged.server.served_model import ServedModel
 
 
 class FoundModel(NamedTuple):
-    """A model, perhaps with an adapter, and the name of it that the answer uses."""
+    """A model, possibly with an adapter, and its name for the response."""
 
     model: ServedModel
     name: str
@@ -21,8 +21,8 @@ class ModelRegistry:
     """The models of a server. It holds exactly one today.
 
     Args:
-        model: The model of requests that name none.
-        config: The server's options, which know other names of the model.
+        model: The model for requests that name none.
+        config: The server's options, including other names of the model.
     """
 
     def __init__(self, model: ServedModel, config: ServerConfig) -> None:
@@ -38,13 +38,13 @@ class ModelRegistry:
         return tuple(name for model in self for name in (*model.names, *model.lora_modules.names))
 
     def find(self, name: str | None) -> FoundModel:
-        """Finds the model that a request means.
+        """Finds the model or adapter of a request.
 
         Args:
-            name: From the request; None: it names none.
+            name: The request's `model`; None: it gives none.
 
         Raises:
-            ApiError: 404, it means no model of this server.
+            ApiError: 404, no model or adapter has this name.
         """
         if name is None:
             return FoundModel(self.default, self.default.name)
@@ -55,19 +55,14 @@ class ModelRegistry:
             adapter = self.default.lora_modules.get(name)
             if adapter is not None:
                 return FoundModel(self.default.with_adapter(adapter), name)
-            raise ApiError(
-                404,
-                f"there is no model of that name here, only: {', '.join(self.names)}",
-                param="model",
-                code="model_not_found",
-            )
+            raise model_not_found(name, self.names)
         return FoundModel(self.default, found)
 
     def of(self, name: str | None) -> ServedModel:
-        """Returns the model that a request means; see `find`."""
+        """Returns the model of a request; see `find`."""
         return self.find(name).model
 
-    # Limits of bodies, whose model is known only when they have been read.
+    # Limits of request bodies, which must be read before their model is known.
 
     @property
     def max_model_len(self) -> int | None:

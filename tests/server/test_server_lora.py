@@ -246,5 +246,5 @@ def test_modules_of_the_command_line() -> None:
     for wrong in ("a", "=x", "a=", '{"name": "a"}', '{"name": "a", "path": 1}', "{"):
         with pytest.raises(InvalidParameterError, match="lora_modules must be name=path"):
             lora_modules_of([wrong])
-    with pytest.raises(InvalidParameterError, match="of different names"):
+    with pytest.raises(InvalidParameterError, match="unique names"):
         lora_modules_of(["a=x", "a=y"])

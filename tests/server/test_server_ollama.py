@@ -285,7 +285,7 @@ def test_errors_name_the_field(http, path: str, body: dict[str, Any], error: str
 
 
 def test_unknown_models(client, http) -> None:
-    with pytest.raises(ollama.ResponseError, match="no model of that name") as caught:
+    with pytest.raises(ollama.ResponseError, match="no model named") as caught:
         client.chat("llama3", ASK)
     assert caught.value.status_code == 404
     with pytest.raises(ollama.ResponseError):
@@ -414,7 +414,7 @@ def test_lists_of_models(client, http) -> None:
     assert shown.modelinfo["llama.context_length"] == 1024
     assert shown.modelinfo["general.parameter_count"] * 2 <= 2 * size
     validate(answers.ShownModel, http.post("/api/show", json={"name": MODEL}).json())
-    assert "no model of that name" in refused(http.post("/api/show", json={"model": "x"}), 404)
+    assert "no model named 'x'" in refused(http.post("/api/show", json={"model": "x"}), 404)
     assert refused(http.post("/api/show", json={})) == "model is missing"
 
 
@@ -489,7 +489,7 @@ def test_the_javascript_package(server, engine) -> None:
         ["ResponseError", 404], ["ResponseError", 404], ["ResponseError", 400],
         ["ResponseError", 403],
     ]  # fmt: skip
-    assert "no model of that name" in found["errors"][0][2]
+    assert "no model named" in found["errors"][0][2]
     assert "mlx-paged pull" in found["errors"][3][2]
 
 

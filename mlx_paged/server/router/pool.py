@@ -26,7 +26,13 @@ from typing import Any, TypeVar
 from mlx_paged.errors import ModelLoadError
 from mlx_paged.server.catalog import ModelFiles, ModelState, ModelStatus
 from mlx_paged.server.config import DEFAULT_TAG
-from mlx_paged.server.errors import MEMORY_BUDGET, RETRY_AFTER, ApiError, shorten, unavailable
+from mlx_paged.server.errors import (
+    MEMORY_BUDGET,
+    RETRY_AFTER,
+    ApiError,
+    model_not_found,
+    unavailable,
+)
 from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
 from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import DEFAULT_NAMES, PROCESS_BYTES, ModelSpec, check_names
@@ -302,12 +308,7 @@ class ModelPool:
         if name.endswith(DEFAULT_TAG):
             return self.find(name.removesuffix(DEFAULT_TAG))
         names = [n for m in self.models for n in (m.name, *m.spec.aliases, *m.adapters)]
-        raise ApiError(
-            404,
-            f"there is no model named {shorten(name, 64)!r} here, only: {', '.join(names)}",
-            param="model",
-            code="model_not_found",
-        )
+        raise model_not_found(name, names)
 
     # Requests.
 
