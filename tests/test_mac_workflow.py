@@ -146,7 +146,7 @@ def test_a_crash_is_named_and_its_python_stack_kept(logs: Path) -> None:
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return condition()

@@ -24,7 +24,7 @@ class Exchanged:
     """Gives every rank's bytes to all ranks."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(SIZE, timeout=20)
+        self._barrier = threading.Barrier(SIZE, timeout=300)
         self._shown = [b""] * SIZE
         self.rounds = 0
 

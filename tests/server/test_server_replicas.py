@@ -218,7 +218,7 @@ def test_responses_in_the_background_count_as_load(
     pieces, ending = Generation.pieces, threading.Event()
 
     async def held(generation: Generation) -> AsyncIterator[Piece]:
-        await asyncio.to_thread(ending.wait, 60)
+        await asyncio.to_thread(ending.wait, 300)
         async for piece in pieces(generation):
             yield piece
 
@@ -229,8 +229,8 @@ def test_responses_in_the_background_count_as_load(
         for prompt in PROMPTS[:3]:
             body = {"input": prompt, "background": True, "max_output_tokens": 4}
             assert client.post("/v1/responses", json=body).json()["status"] == "queued"
-        until(lambda: sorted(each.num_requests for each in replicas_of(router)) == [1, 2], 30)
-        until(lambda: model.num_requests == 3, 30)
+        until(lambda: sorted(each.num_requests for each in replicas_of(router)) == [1, 2])
+        until(lambda: model.num_requests == 3)
         assert not model.is_idle
     until(lambda: not any(replica.num_requests for replica in replicas_of(router)))
     until(lambda: model.is_idle)
