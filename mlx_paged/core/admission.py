@@ -136,8 +136,8 @@ class Admission:
     def _may_have_slot(self, seq: Sequence) -> bool:
         """True if a sequence has no adapter, or may take a slot for it.
 
-        No sequence takes a slot before an earlier one that waits for one. Otherwise, a stream of
-        requests for the adapters on the device could keep another one out forever.
+        A sequence must not take a slot while an earlier one waits for one. Otherwise, a stream of
+        requests for the adapters on the device could keep another adapter out forever.
         """
         if seq.request.adapter is None:
             return True
@@ -184,7 +184,7 @@ class Admission:
         return True
 
     def _note_first(self, seq: Sequence, num_cached: int, num_refused: int) -> None:
-        """Notes what a sequence's first admission found in the cache."""
+        """Records what a sequence's first admission found in the cache."""
         request = seq.request
         seq.num_cached_tokens = num_cached
         seq.first_admission = time.monotonic()

@@ -1,4 +1,4 @@
-"""BackgroundShare: limits background requests while there are others."""
+"""BackgroundShare: limits background requests while other requests are unfinished."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sized
 from mlx_paged.core.config import SchedulerConfig
 from mlx_paged.core.queues import SequenceQueue
 
-# Background requests get 1/8 of places and tokens while other requests are unfinished.
+# Background requests get 1/8 of the places and tokens while other requests are unfinished.
 _PART = 8
 
 
@@ -21,8 +21,8 @@ class BackgroundShare:
 
     Attributes:
         num_requests: Number of unfinished background requests.
-        places: Maximum running background sequences while others are unfinished.
-        tokens: Maximum prompt tokens of theirs in a step meanwhile.
+        places: Maximum running background sequences while other requests are unfinished.
+        tokens: Maximum background prompt tokens per step in that time.
     """
 
     def __init__(self, config: SchedulerConfig, running: SequenceQueue, requests: Sized) -> None:
@@ -34,7 +34,7 @@ class BackgroundShare:
 
     @property
     def is_limited(self) -> bool:
-        """True while background requests and others are unfinished."""
+        """True while both background and other requests are unfinished."""
         return 0 < self.num_requests < len(self._requests)
 
     @property

@@ -1,4 +1,4 @@
-"""MediaScheduler: what pictures, videos and sounds in prompts ask of a step's chunks."""
+"""MediaScheduler: fits a step's prompt chunks to the images, videos and audio in prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_paged.errors import InvalidParameterError
 
 
 class MediaScheduler:
-    """Cuts chunks where items allow it, and keeps features until their rows are computed.
+    """Ends chunks where media items allow it, and keeps features until their rows are computed.
 
     Args:
         begin: Prepares `encoder_cache` for the step being built. Called only for steps with items.
@@ -55,8 +55,7 @@ class MediaScheduler:
         """Assigns prefix tree ids to the media of a request.
 
         Raises:
-            MediaIdsExhaustedError: There are no ids left. Empty the prefix cache, and call
-                `rename_items`.
+            MediaIdsExhaustedError: No ids are left. Empty the prefix cache and call `rename_items`.
         """
         media = request.prompt_media
         if media is not None:
@@ -64,7 +63,7 @@ class MediaScheduler:
             request.tree_prompt = ids
 
     def rename_items(self, requests: Iterable[Request]) -> None:
-        """Starts over with the ids, for the media of these requests."""
+        """Restarts the ids, and assigns new ones to the media of these requests."""
         self._kv.media_ids.clear()
         for request in requests:
             media = request.prompt_media

@@ -15,7 +15,7 @@ from mlx_paged.server.bodies import Body
 from mlx_paged.server.context import context_of
 from mlx_paged.server.requests import read_body
 
-# Answers have the id of their request behind one of these.
+# An answer's id is its request's id after one of these prefixes.
 _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|embd-|pool-|score-|rerank-|classify-)")
 
 
@@ -28,7 +28,7 @@ class AbortBody(Body):
 
 
 class Aborted(TypedDict):
-    """The ids of requests that were ended."""
+    """The ids of the aborted requests."""
 
     aborted: list[str]
 

@@ -70,7 +70,7 @@ class ModelFiles:
         if is_gguf(self._name):
             try:
                 return parts_of(Path(self._name))
-            except GGUFError:  # Loading it will say why.
+            except GGUFError:  # Loading will report why.
                 return (Path(self._name),)
         directory = self.directory
         return () if directory is None else tuple(directory.glob("*.safetensors"))
@@ -92,11 +92,11 @@ class ModelStatus:
         aliases: Other names that requests may use.
         path: Directory, GGUF file or hub id; None: the embedded model.
         files: Its files on this machine.
-        memory: Bytes that the loaded model takes; None: unknown.
-        pinned: True if it is never unloaded to make room or for idleness.
-        expires_at: Unix time at which it is unloaded if no request comes; None: not planned.
-        last_used: Unix time of the last request; None if there was none or it is the only model.
-        failure: Why loading failed; None unless it did.
+        memory: Bytes that the loaded model takes; None if unknown.
+        pinned: True if it is never unloaded to make room or when idle.
+        expires_at: Unix time at which it unloads unless a request comes; None: not planned.
+        last_used: Unix time of the last request; None if there was none, or with a single model.
+        failure: Why loading failed, or None.
         adapters: Names of its LoRA adapters.
         max_model_len: Maximum tokens of prompt and answer; None before the first load.
         input_modalities: Kinds of input; empty before the first load.
@@ -134,7 +134,7 @@ class ModelCatalog(Protocol):
         """Returns all models, in the order of the command line."""
 
     def status(self, name: str | None) -> ModelStatus:
-        """Returns the model that a name means: its own, an alias or an adapter; None: the first.
+        """Returns a model by name, alias or adapter; None means the first.
 
         Raises:
             ApiError: 404.
@@ -151,7 +151,7 @@ class ModelCatalog(Protocol):
         """Waits for a model's requests to finish, and unloads it.
 
         Raises:
-            ApiError: 404; 400 if the server cannot be without it.
+            ApiError: 404; 400 if it is the server's only model.
         """
 
     def unloaded(self, names: Collection[str]) -> AbstractAsyncContextManager[None]:
@@ -219,7 +219,7 @@ class OneModelCatalog:
     async def unload(self, name: str) -> None:
         """See `ModelCatalog`."""
         self._models.of(name)
-        raise ApiError(400, "this server has one model, and keeps it", code="only_model")
+        raise ApiError(400, "this server has only one model, which stays loaded", code="only_model")
 
     @asynccontextmanager
     async def unloaded(self, names: Collection[str]) -> AsyncIterator[None]:

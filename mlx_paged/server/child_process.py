@@ -1,8 +1,8 @@
 """ChildProcess: runs a program without first copying this process.
 
-uvloop forks: it copies the page tables of all memory here, and its event loop stands still until
-the program has begun, 17 ms for a process of 250 MB. Python's `subprocess` lends the memory to the
-child on Linux (vfork), which takes less than a millisecond for any size.
+uvloop forks, which copies the page tables of this process and stalls its event loop until the
+program starts: 17 ms for a process of 250 MB. Python's `subprocess` uses vfork on Linux, which
+takes less than a millisecond for any size.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ChildProcess:
 
     Attributes:
         pid: Its process id.
-        stdin: Pipe to its input; None if it was not asked for, as below.
-        stdout: Pipe from its output.
-        stderr: Pipe from its errors.
+        stdin: Pipe to its standard input; this and the others are None unless requested.
+        stdout: Pipe from its standard output.
+        stderr: Pipe from its standard error.
     """
 
     stdin: asyncio.StreamWriter | None = None
@@ -53,7 +53,7 @@ class ChildProcess:
         """Runs a program; takes the arguments of `subprocess.Popen`.
 
         Raises:
-            OSError: It cannot be run.
+            OSError: The program cannot be run.
         """
         process = subprocess.Popen(
             command,
@@ -75,18 +75,18 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, or the negative number of the signal that ended it; None: it runs."""
+        """Its exit status, or the negative number of the signal that ended it; None if running."""
         return self._status.result() if self._status.done() else None
 
     async def wait(self) -> int:
-        """Waits until it has ended; returns the status as `returncode` does."""
+        """Waits for it to end; returns `returncode`."""
         return await asyncio.shield(self._status)
 
     async def communicate(self, content: bytes) -> bytes:
-        """Sends its whole input; returns all that it prints, once it has ended."""
+        """Sends its whole input; returns its whole output once it has ended."""
         assert self.stdin is not None and self.stdout is not None
         self.stdin.write(content)
-        self.stdin.close()  # It sends the rest first.
+        self.stdin.close()  # Sends the rest first.
         printed = await self.stdout.read()
         await self.wait()
         return printed
@@ -101,7 +101,7 @@ class ChildProcess:
         self.send_signal(signal.SIGKILL)
 
     def _watch(self) -> None:
-        """Waits on its own thread: of all systems, only Linux lets an event loop do it."""
+        """Waits on a thread, because only on Linux can an event loop do that."""
         status = self._process.wait()
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(self._end, status)

@@ -1,4 +1,4 @@
-"""ServerContext, Context: the state that all requests share. RequestLog: the log line of one."""
+"""ServerContext and Context: the state that requests share. RequestLog: one request's log line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mlx_paged.server.page_mcp import PageServers
     from mlx_paged.server.tracing import Tracing
 
-# Bodies up to this size are not counted: connections bound their number.
+# Bodies up to this size are not counted, because connections bound their number.
 _SMALL_BODY = 1 << 20
 
 
@@ -41,8 +41,8 @@ class RequestLog:
         fields: Fields of the log line: model, prompt_tokens, cached_tokens, completion_tokens,
             ttft, finish_reason, ...
         held_bytes: Bytes of its body, see `Context.hold_body`.
-        background: True for a line of a batch, which gets only what other requests leave.
-        is_forwarded: True if another process has answered it, and writes its line.
+        background: True for a line of a batch, which yields to other requests.
+        is_forwarded: True if another process answers it and writes its log line.
     """
 
     request_id: str
@@ -57,7 +57,7 @@ class RequestLog:
     is_forwarded: bool = False
 
     def log_fields(self) -> dict[str, Any]:
-        """Everything, for one line."""
+        """Returns all fields of the log line."""
         return {
             "request_id": self.request_id,
             "method": self.method,
@@ -93,12 +93,12 @@ class ServerContext(ABC):
     """The state that all requests of a server share, whether it serves one model or several.
 
     Attributes:
-        drained: Set when the server takes no more requests.
-        mcp_servers: MCP servers of the configuration, which the page may use.
-        page_servers: MCP servers that users add on the page; None: they may not.
+        drained: Set once the server accepts no more requests.
+        mcp_servers: Configured MCP servers, which the page may use.
+        page_servers: MCP servers that users add on the page; None: not allowed.
         documents: Extracts the text of PDFs.
-        batches: Files and batches of clients; None: this server has none.
-        downloads: Fetches models for clients; None: they may not change models.
+        batches: Clients' files and batches; None: disabled.
+        downloads: Fetches models for clients; None: not allowed.
     """
 
     config: ServerConfig
@@ -117,12 +117,12 @@ class ServerContext(ABC):
     @property
     @abstractmethod
     def phase(self) -> Phase:
-        """The state of the server now."""
+        """The server's current state."""
 
     @property
     @abstractmethod
     def max_body_size(self) -> int:
-        """Maximum bytes of a body, whose model is known only when it has been read."""
+        """Maximum bytes of a body, which must be read before its model is known."""
 
     @property
     @abstractmethod
@@ -131,7 +131,7 @@ class ServerContext(ABC):
 
     @abstractmethod
     def served_name(self, name: str) -> str:
-        """Returns the name that the answer to a request for a model uses.
+        """Returns a model's name for the response, given the request's name.
 
         Raises:
             ApiError: 404, there is no such model.
@@ -149,7 +149,7 @@ class ServerContext(ABC):
         """
 
     def hold_body(self, trace: RequestLog, size: int) -> None:
-        """Counts a body that has grown to a size among those in memory, until its request ends.
+        """Counts a body of `size` bytes so far among those in memory, until its request ends.
 
         Raises:
             ApiError: 503, the bodies would exceed their limit. A single body is always accepted.
@@ -161,8 +161,8 @@ class ServerContext(ABC):
         if others and self._held_bytes + more > self.config.max_body_memory:
             self.metrics.rejected.labels(BODY_MEMORY).inc()
             raise unavailable(
-                f"the bodies of requests under way have {self._held_bytes} bytes, and may have at "
-                f"most {self.config.max_body_memory}",
+                f"request bodies in memory must be at most {self.config.max_body_memory} bytes "
+                f"together, but {self._held_bytes} are in use",
                 BODY_MEMORY,
             )
         trace.held_bytes += more
@@ -170,10 +170,10 @@ class ServerContext(ABC):
 
     @contextlib.asynccontextmanager
     async def reading_body(self) -> AsyncIterator[None]:
-        """While a body arrives: ends when the server shuts down and would do nothing with it.
+        """Wraps the reading of a body; interrupts it when the server shuts down.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503, the server is shutting down.
         """
         try:
             async with asyncio.timeout(None) as arriving:
@@ -189,7 +189,7 @@ class ServerContext(ABC):
             raise error from None
 
     def drain(self) -> None:
-        """Takes no more requests, nor the rest of those that are still arriving."""
+        """Accepts no more requests, and stops reading those that are still arriving."""
         self.draining = True
         self.drained.set()
         if self.batches is not None:

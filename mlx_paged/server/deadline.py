@@ -1,4 +1,4 @@
-"""Deadline: a call at a later time of an event loop, unless it is cleared."""
+"""Deadline: a delayed call on an event loop that can be cleared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Deadline:
     """At most one pending call.
 
     Args:
-        on_passed: Called when the time has passed; the deadline is not pending any more.
+        on_passed: Called when the time has passed and the deadline is no longer pending.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_passed: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ class Deadline:
         return self._handle is not None
 
     def set(self, seconds: float) -> None:
-        """Makes the call pending, in place of an earlier one."""
+        """Schedules the call, replacing an earlier one."""
         self.clear()
         self._handle = self._loop.call_later(seconds, self._pass)
 
@@ -35,7 +35,7 @@ class Deadline:
             self._handle = None
 
     def close(self) -> None:
-        """Clears it for good, and lets go of the callee, which usually refers to the deadline."""
+        """Clears it for good, and drops the callee, which usually refers back to the deadline."""
         self.clear()
         self._on_passed = _nothing
 

@@ -1,7 +1,6 @@
 """ModelDetails: reads family, quantization and size from a model's files.
 
-Nothing is loaded: sizes and types come from the headers of the files. They are read once for each
-version of the files.
+Reads only file headers, once per version of the files; loads nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class ModelDetails:
         format: "safetensors" or "gguf"; "" if its files are not on this machine.
         family: Its ``model_type``, or GGUF's name of its architecture.
         quantization: Bits ("4bit") or the type of most weights ("Q4_K", "BF16").
-        num_parameters: Number of weights, as they were before they were quantized.
+        num_parameters: Number of weights before quantization.
         digest: Changes with the files (64 hexadecimal digits).
-        modified: When they were last changed; seconds since 1970.
-        context_len: Tokens that it was made for.
+        modified: Unix time of their last change.
+        context_len: The model's context length in tokens.
         template: Source of its chat template.
-        embeds: True if it makes embeddings.
-        modalities: Media that it reads, by its config.
+        embeds: True for an embedding model.
+        modalities: Media that it accepts, according to its config.
         sizes: Other sizes by GGUF's names, such as ``block_count``.
     """
 
@@ -66,12 +65,12 @@ class ModelDetails:
 
     @property
     def thinks(self) -> bool:
-        """True if its template has a place for thinking."""
+        """True if its template supports thinking."""
         return any(mark in self.template for mark in _THINKING)
 
 
 def details_of(status: ModelStatus) -> ModelDetails:
-    """Returns the details of a model of a catalog."""
+    """Returns the details of a catalog's model."""
     files = _files_of(status)
     if not files:
         return ModelDetails()
@@ -89,13 +88,13 @@ def _files_of(status: ModelStatus) -> list[Path]:
         return []
     try:
         return list(parts_of(Path(status.path)))
-    except GGUFError:  # Loading it will say why.
+    except GGUFError:  # Loading will report why.
         return []
 
 
 @lru_cache(maxsize=256)
 def _read(stats: tuple[tuple[str, int, float], ...]) -> ModelDetails:
-    """Reads the details of files, by path, size and time."""
+    """Reads the details of files, given as (path, size, modification time)."""
     digest = hashlib.sha256(
         json.dumps([(Path(path).name, *rest) for path, *rest in stats]).encode()
     ).hexdigest()
@@ -105,7 +104,7 @@ def _read(stats: tuple[tuple[str, int, float], ...]) -> ModelDetails:
         if paths[0].name == "config.json":
             return _of_directory(paths[0].parent, paths[1:], digest, modified)
         return _of_gguf(paths[0], digest, modified)
-    except (OSError, ValueError, GGUFError):  # damaged; loading it says how
+    except (OSError, ValueError, GGUFError):  # damaged; loading will report how
         return ModelDetails(digest=digest, modified=modified)
 
 

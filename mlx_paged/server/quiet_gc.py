@@ -1,8 +1,7 @@
-"""QuietGC: full garbage collections while the server has nothing to do.
+"""QuietGC: runs full garbage collections while the server is idle.
 
-A full collection visits every object that a load of hundreds of streams has made, and stops them
-all meanwhile. Requests leave nothing to collect, so it can wait for a pause between loads. Younger
-objects are collected as ever.
+A full collection visits every object of hundreds of streams and stalls them all. Requests leave
+nothing to collect, so it can wait for a quiet moment. Younger objects are collected as usual.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-# How many collections of the middle generation come before a full one under load, instead of
-# Python's 10.
+# Collections of the middle generation before a full one under load, instead of Python's 10.
 _PATIENCE = 200
 
 
 class QuietGC:
-    """Collects when the server is quiet, if Python would have done so.
+    """Collects when the server is idle, if Python would have collected by now.
 
     Args:
         is_quiet: Returns True if no request is unfinished.
@@ -36,7 +34,7 @@ class QuietGC:
         gc.set_threshold(*self._thresholds)
 
     def look(self) -> None:
-        """Call it at intervals: collects at the second one in a row that finds the server quiet."""
+        """Collects on the second consecutive call that finds the server idle. Call it regularly."""
         is_quiet = self._is_quiet()
         if is_quiet and self._was_quiet and gc.get_count()[2] > self._thresholds[2]:
             gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -532,3 +533,21 @@ def test_one_model_by_name_is_served_without_a_router(monkeypatch: pytest.Monkey
     monkeypatch.setattr("mlx_paged.server.logs.configure", lambda *_: None)
     assert CliRunner().invoke(app, ["serve", "--model", f"mine={model_path()}"]).exit_code == 0
     assert seen[0].served_model_names == ("mine",) and seen[0].model == str(model_path())
+
+
+def test_an_engine_of_several_models_may_have_its_own_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("mlx_paged.server.run.serve", lambda make, *_, **__: make("") or 0)
+    monkeypatch.setattr("mlx_paged.server.logs.configure", lambda *_: None)
+    monkeypatch.setattr(
+        "mlx_paged.server.router.service.RouterService", lambda specs, *_, **__: seen.extend(specs)
+    )
+    models = [option for name in "ab" for option in ("--model", f"{name}={model_path()}")]
+    result = CliRunner().invoke(app, ["serve", *models, "--frontend-multiprocessing"])
+    assert result.exit_code == 0, result.output
+    for spec in seen:
+        _, _, server = pickle.loads(spec.launch)
+        assert server.frontend_multiprocessing
+    assert len(seen) == 2

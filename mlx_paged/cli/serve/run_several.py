@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 _GIB = 1 << 30
 _ENTRY = "mlx_paged.cli.serve.child"
-# Default bytes of a model's KV cache, and the divisor of the budget that limits them.
+# Default bytes of a model's KV cache, at most the budget divided by _KV_SHARE.
 _KV_BYTES, _KV_SHARE = 4 * _GIB, 4
-# Server options that are passed on to the models' processes.
+# Server options that the router passes on to the model processes.
 _SHARED = (
     "read_timeout", "max_body_size", "max_body_memory", "max_logprobs", "request_timeout",
     "shutdown_timeout", "max_stored_responses", "max_stored_bytes", "strict_requests",
-    "stream_interval", "stream_keepalive_deltas", "log_level", "log_format", "log_requests",
-    "log_config", "otlp_traces_endpoint",
+    "stream_interval", "stream_keepalive_deltas", "frontend_multiprocessing", "log_level",
+    "log_format", "log_requests", "log_config", "otlp_traces_endpoint",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def run_several(
     given = several.memory_budget
     budget = default_budget() if given is None else int(given * _GIB)
     if len(models) == 1 and not is_cpu_default():
-        budget = device_memory()  # Each replica sizes its cache for a device of its own.
+        budget = device_memory()  # Each replica sizes its cache for its own device.
     shared = {name: getattr(server, name) for name in _SHARED}
     own = ServerOptions(**shared, serve_page=False, page_mcp=False, model_changes=False)
     specs: list[ModelSpec] = []

@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
     """The ranks of an engine, on rank 0.
 
     Attributes:
-        followers: The other ranks, and their life and death.
+        followers: The other ranks.
         world: MLX's group of all ranks.
         hosts: See `launch.ring_hosts`.
     """
