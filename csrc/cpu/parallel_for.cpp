@@ -140,10 +140,16 @@ class PhasedJob : public Job {
       for (int i = phase.next++; i < phase.num_tasks; i = phase.next++) {
         run(p, i);
         if (++phase.num_done == phase.num_tasks) {
+          int next = next_with_tasks(p + 1);
+          // This thread goes on with single tasks: handing one over takes as long as a short one.
+          for (; next < num_phases && phases_[next].num_tasks == 1;
+               next = next_with_tasks(next + 1)) {
+            run(next, 0);
+          }
           // Sequentially consistent, because notify_all() loads the number of sleepers. With
           // release order, it could read zero before the store becomes visible, and a thread would
           // sleep forever.
-          current_.store(next_with_tasks(p + 1), std::memory_order_seq_cst);
+          current_.store(next, std::memory_order_seq_cst);
           current_.notify_all();
         }
       }
