@@ -56,6 +56,7 @@ def embedded(folder: Path, **options: Any) -> LLM:
     return make(embedded_twin(), kv_offload_dir=folder, **options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*WINDOWED, *HYBRIDS])
 def test_every_kind_of_cache_survives_a_restart(name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kv_offload_dir": tmp_path, "num_gpu_blocks_override": 200}

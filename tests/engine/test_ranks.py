@@ -249,7 +249,7 @@ def test_drafts_and_quantized_keys_on_more_ranks_than_kv_heads(
     assert other.answers["accepted"] > 0
 
 
-@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.one_in(3)), 2])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_four_ranks(num_stages: int, three_layers: Path) -> None:
     """Two KV heads on four ranks that share all layers, or on two that share each stage. None
     outlives a killed rank 0."""
