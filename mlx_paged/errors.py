@@ -294,7 +294,7 @@ class InstallationError(MlxPagedError, ImportError):
         if "libmlx" not in str(error):
             return None
         return cls(
-            "MLX has no backend here, which is a package of its own on Linux: "
+            "MLX has no backend here; on Linux it is a separate package: "
             "pip install 'mlx-paged[cpu]', or 'mlx-paged[cuda13]' for an NVIDIA GPU "
             "(in a checkout '.[cpu]' or '.[cuda13]')"
         )

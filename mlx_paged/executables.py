@@ -97,7 +97,7 @@ class CpuExecutable:
 
 
 class GpuExecutable:
-    """A decode step as a single GPU operation: a sequence of kernels over persistent memory.
+    """A step as a single GPU operation: a sequence of kernels over persistent memory.
 
     With CUDA, it is captured as a graph and replayed.
 

@@ -85,7 +85,7 @@ def demo(
     if model is not None and (vision or real):
         name = "--vision" if vision else "--real"
         raise typer.BadParameter(
-            f"is for other chats; {name} has a model of its own", param_hint="--model"
+            f"cannot be given with {name}, which has its own model", param_hint="--model"
         )
     if vision and real:
         raise typer.BadParameter(

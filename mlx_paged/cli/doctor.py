@@ -12,7 +12,7 @@ def doctor(
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="On a GPU: check and time its kernels anew, for later starts too."
+            "--calibrate", help="On a GPU: check and time its kernels again, for later starts too."
         ),
     ] = False,
 ) -> None:

@@ -88,7 +88,7 @@ def examine(
 
     Args:
         on_phase: Called with the name of the next check, for a progress line.
-        calibrates: Checks and times the GPU's kernels anew, see `mlx_paged.calibration`.
+        calibrates: Checks and times the GPU's kernels again, see `mlx_paged.calibration`.
         capture, installed, run: Sources of facts, which tests replace.
     """
     on_phase("the machine")

@@ -110,7 +110,7 @@ class EngineConfig:
             max_num_batched_tokens must be at least the context length.
         async_scheduling: Plan and launch a step while the previous one still runs. Tokens do not
             change.
-        enforce_eager: On a GPU, skip the warm-up and build every decode step anew instead of
+        enforce_eager: On a GPU, skip the warm-up and build every decode step instead of
             replaying graphs (vLLM's name).
         calibrate: "auto" checks and times the kernels at the first start on an Apple GPU, in at
             most 10 s, and saves the result; "force" repeats it, on any GPU; "off" skips it, and

@@ -574,7 +574,7 @@ def _split_drafts(
     query_lens: np.ndarray,
     tables: PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables],
 ) -> tuple[np.ndarray, np.ndarray, PaddedTables | Mapping[KVCacheGroupSpec, PaddedTables]]:
-    """Makes each row of a sequence with drafts a sequence of its own, over the same blocks.
+    """Makes each row of a sequence with drafts a separate sequence over the same blocks.
 
     Every layer writes the keys and values of all rows before it reads any, so a row finds those of
     the drafts before it. Then verification has the kernels, the graphs and the bits of decodes.

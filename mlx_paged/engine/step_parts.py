@@ -84,7 +84,7 @@ def is_state_spent(batch: StepBatch, piece: Piece) -> bool:
 
 
 def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
-    """Returns a part as a batch of its own, which may run regardless of what ran before."""
+    """Returns a part as a separate batch, which may run regardless of what ran before."""
     indices = [piece.place for piece in part]
     begins = batch.begins()
     samples = [piece.is_last and batch.samples[piece.place] for piece in part]

@@ -85,7 +85,7 @@ _Compiler = Callable[[_Graph, mx.array, list[mx.array], Pools], _Graph]
 class Repeat(Enum):
     """How a step repeats."""
 
-    NOT = "not"  # built anew
+    NOT = "not"  # built again each time
     AS_GRAPH = "as a graph"  # of its shape: decodes, and on the CPU any step of few rows
     WITH_PROMPTS = "with prompts"  # as a GPU's executable of few rows, some of them padding
 
@@ -198,7 +198,7 @@ class GraphRunner:
                 num_rows = num_sequences = num_samples = padded
         repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
         if repeat is Repeat.WITH_PROMPTS and may_pad_prompts:
-            # Otherwise, each number of decodes beside a prompt would be a shape of its own.
+            # Otherwise, each number of decodes beside a prompt would be another shape.
             num_sequences = num_rows
         # A step without samples is no executable.
         reads_once = repeat is not Repeat.NOT and num_samples > 0 and self.reads_once(num_rows)

@@ -294,7 +294,7 @@ def build_plan(
             belong to no sequence, write nothing and see nothing. None adds no padding. (With
             bounds, there is none.)
         shared_rows: Maximum rows of a sequence that share a pass over its context although each is
-            a sequence of its own here, with an equal table: drafts. They do so only where each
+            a separate sequence here, with an equal table: drafts. They do so only where each
             keeps the sums that it has alone. See `ops.max_shared_rows`.
         platform: The device to plan for; None means MLX's default device.
 
@@ -407,7 +407,7 @@ def build_chunk_plan(
 
     A row at position p sees the keys of its own chunk, ``[p - p % chunk, p]``. A chunk is a whole
     number of blocks, so its keys are a slice of the block table, and every chunk of a sequence is
-    planned as a sequence of its own with causal attention. Positions count from the beginning of a
+    planned as a separate sequence with causal attention. Positions count from the beginning of a
     row's chunk. See `build_plan` for the other arguments.
 
     Args:

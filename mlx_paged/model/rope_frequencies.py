@@ -270,7 +270,7 @@ def _longrope(
 ) -> tuple[np.ndarray, float]:
     """Returns the factors of contexts beyond the original length, or of those up to it.
 
-    A model without longer contexts uses the latter.
+    A model without longer contexts uses those up to it.
     """
     length = parameters["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings") or length

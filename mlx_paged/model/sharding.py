@@ -179,8 +179,10 @@ def _use_plain_layers(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def _drop_gradients(model: nn.Module) -> None:
-    """Replaces `sum_gradients` in the model's files: a function that does nothing but for
-    gradients, and that is an operation of its own in the graph of a step."""
+    """Replaces `sum_gradients` in the model's files by the identity.
+
+    It only affects gradients, but would add an operation to the graph of every step.
+    """
     for module in {type(each).__module__ for each in model.modules()}:
         names = vars(sys.modules[module])
         if "sum_gradients" in names:

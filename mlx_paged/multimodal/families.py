@@ -79,7 +79,7 @@ class MediaFamily:
 
     @property
     def adds_to_layers(self) -> bool:
-        """True if it has a way of its own for features that reach later layers."""
+        """True if some of its features are added to the output of later layers."""
         return self.deepstack is not _rows_and_features
 
 

@@ -78,7 +78,7 @@ class BlockStore:
         return len(self._index) == 0
 
     def look(self) -> None:
-        """Looks for segments of other processes, now and then."""
+        """Looks for segments of other processes, if it has not done so recently."""
         self._index.look()
 
     def key(self, digest: bytes, group: int) -> int:

@@ -1,7 +1,7 @@
 """Process that extracts the text of one PDF: bytes on standard input, JSON on standard output.
 
 PDFs come from strangers, and pypdf is slow on some of them. The process limits its memory and
-processor time, and the server kills it after a time of its own.
+processor time, and the server kills it if it takes too long.
 """
 
 from __future__ import annotations

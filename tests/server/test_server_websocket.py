@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import openai
@@ -15,11 +18,15 @@ import pytest
 from support.responses_helpers import EVENT, MODEL, check_response
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
+from websockets.frames import Close
 from websockets.sync.client import ClientConnection, connect
 
 from mlx_paged.server.config import ServerConfig
+from mlx_paged.server.context import RequestLog
+from mlx_paged.server.errors import ApiError
 from mlx_paged.server.responses_api import websocket
+from mlx_paged.server.router import websocket as tunnel
 
 LONG = {"input": "x", "max_output_tokens": 3000, "ignore_eos": True}
 
@@ -259,6 +266,47 @@ def test_few_messages_may_wait(server, engine, monkeypatch) -> None:
                 pass
             assert (event["status"], event["error"]["code"]) == (429, "too_many_messages")
         server.until(lambda: server.context._held_bytes == 0)
+
+
+@pytest.mark.parametrize("kind", [websocket._Session, tunnel._Tunnel])
+def test_messages_that_wait_stay_counted_after_one_is_refused(server, monkeypatch, kind) -> None:
+    context, other = server.context, RequestLog("", "POST", "/v1/files", "")
+    config = dataclasses.replace(context.config, max_body_memory=4 << 20)
+    monkeypatch.setattr(context, "config", config)
+    monkeypatch.setattr(type(context.models), "max_body_size", 1 << 30)
+
+    async def hold() -> None:
+        connection = kind(SimpleNamespace(), context)
+        connection._hold(3 << 20)
+        context.hold_body(other, 2 << 20)
+        before = context._held_bytes
+        with pytest.raises(ApiError, match="in memory must be at most 4194304 bytes together"):
+            connection._hold(3 << 20)
+        assert context._held_bytes == before
+        connection._hold(-(3 << 20))
+        assert context._held_bytes == other.held_bytes
+
+    try:
+        asyncio.run(hold())
+    finally:
+        context.release_body(other)
+
+
+def test_a_process_that_ends_before_the_first_message_closes_the_connection() -> None:
+    ended = ConnectionClosedError(Close(1001, "bye"), None)
+    upstream = mock.AsyncMock(**{"send.side_effect": ended, "recv.side_effect": ended})
+
+    async def closed() -> mock.AsyncMock:
+        client = mock.AsyncMock(scope={"state": {}})
+        context = mock.Mock(drained=asyncio.Event())
+        connection = tunnel._Tunnel(client, context)
+        connection._lease = mock.Mock()
+        connection._inbox.put_nowait("{}")
+        with mock.patch.object(connection, "_connect", return_value=upstream):
+            await connection._work()
+        return client
+
+    asyncio.run(closed()).close.assert_awaited_once_with(1001, "bye")
 
 
 def test_a_message_must_come_in_time() -> None:

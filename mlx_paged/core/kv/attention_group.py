@@ -341,7 +341,7 @@ class AttentionGroup(KVCacheGroup):
             return num_tokens
         self.supply(num_fresh)
         if self.sees_everything and num_fresh > self.pool.num_available:
-            return num_blocks * self.block_size  # all or nothing: evict no block in vain
+            return num_blocks * self.block_size  # all or nothing: evict none if they are too few
         if self.make_room(num_fresh):
             return num_tokens
         return (num_blocks + self.pool.num_free) * self.block_size

@@ -18,7 +18,7 @@ become free at once.
 
 *Eviction.* Cached blocks are evicted in the order in which they lost their last owner. `passed`
 blocks, which slid out of a running sequence's window, go before blocks of sequences that ended:
-another sequence is likely to continue only from the latter.
+another sequence is more likely to continue from those.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Jobs:
     async def wait_async(self, job: Job[T], limit: float, too_slow: Callable[[], Exception]) -> T:
         """Like `wait`, without blocking a thread."""
         waiting = asyncio.wrap_future(job.future)
-        # If nobody waits any more, nobody retrieves its exception.
+        # Retrieve its exception even if no caller waits any more: asyncio would log it.
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         while not waiting.done():
             pause = self._pause(job, limit, too_slow)

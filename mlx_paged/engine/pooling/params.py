@@ -225,7 +225,7 @@ def runner_of(
         for name in ("pooling_type", "dimensions", "classifier_from_token"):
             value = getattr(given, name, None)
             if value not in (None, LAST):
-                expected = "None for a model that classifies texts with a layer of its own"
+                expected = "None for a model that classifies texts with its own layer"
                 raise InvalidParameterError(f"pooler_config.{name}", expected, value)
         return "pooling"
     if runner != "auto":

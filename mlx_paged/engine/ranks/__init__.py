@@ -12,5 +12,5 @@ only a model and its pools:
   them between two processes.
 - `launch` starts the processes or joins running ones; `life` ends all of them when one ends.
 - `parallel_groups` and `peers`: the process groups, and sums in memory that their GPUs share.
-- `lead` runs on rank 0; `follow` runs on every other rank, each in a `process` of its own.
+- `lead` runs on rank 0; `follow` runs on every other rank, each in its own `process`.
 """

@@ -150,9 +150,9 @@ class BackgroundRun:
                     yield event
                 if self.has_ended:
                     return
-                news = asyncio.get_running_loop().create_future()
-                self._waiting.add(news)
-                await news
+                changed = asyncio.get_running_loop().create_future()
+                self._waiting.add(changed)
+                await changed
         except ApiError as error:  # The reader was too slow.
             yield _error(error, place)
         finally:

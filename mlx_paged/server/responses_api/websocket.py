@@ -155,7 +155,8 @@ class _Session:
                 "response before them",
                 code="too_many_messages",
             )
-        self._context.release_body(self._waiting)
+        if num_more < 0:
+            self._context.release_body(self._waiting)
         self._context.hold_body(self._waiting, self._num_waiting + num_more)
         self._num_waiting += num_more
 

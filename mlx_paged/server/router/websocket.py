@@ -102,7 +102,8 @@ class _Tunnel:
         if num_more > 0 and self._inbox.qsize() >= MAX_WAITING:
             message = f"at most {MAX_WAITING} messages may wait for the response before them"
             raise ApiError(429, message, code="too_many_messages")
-        self._context.release_body(self._waiting)
+        if num_more < 0:
+            self._context.release_body(self._waiting)
         self._context.hold_body(self._waiting, self._num_waiting + num_more)
         self._num_waiting += num_more
 
@@ -131,7 +132,8 @@ class _Tunnel:
                     self._lease = None
                 await self._send_error(error)
         async with upstream:
-            await upstream.send(message)
+            with contextlib.suppress(ConnectionClosed):  # `_return` passes its close code on.
+                await upstream.send(message)
             sending = asyncio.create_task(self._send_on(upstream))
             returning = asyncio.create_task(self._return(upstream))
             try:
