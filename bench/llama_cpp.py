@@ -96,7 +96,8 @@ class Setting:
 
     @property
     def environ(self) -> dict[str, str]:
-        narrow = {"MLX_PAGED_SIMD": "avx2"} if self.kind == "avx2" else {}
+        narrow = {"MLX_PAGED_SIMD": "avx2", "OPENBLAS_CORETYPE": "Haswell"}
+        narrow = narrow if self.kind == "avx2" else {}
         return {**os.environ, "MLX_PAGED_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1",
                 **narrow, **self.env}  # fmt: skip
 

@@ -178,7 +178,8 @@ class CodeTiles {
       const int at = pair * kIntegerTileColumns;
       read_codes<Bits>(
           w_, column + at, columns - at, first, first + groups, ahead,
-          [&](int group, int unit, int v, __m512i read) {
+          [&](int group, int unit, int v, VecU8 codes) {
+            const auto read = (__m512i)codes;
             const int64_t tile = (order_.place_of(group) - first) * Vectors + 2 * pair + v;
             uint8_t* to = codes_ + tile * kBytes + unit * kTileRowBytes;
             if constexpr (Block::kInHalves) {
@@ -478,7 +479,7 @@ constexpr IntegerKernels kAmxKernelsOf = {
     Digits,
     round_for_amx<Bits, Digits, kMinAmxRows>,
     amx_product<Bits, Digits, Tiles>,
-    kMinTileRows,
+    kMinTileRows<Digits>,
     RowBlock<Bits, Digits>::kCodeBytes,
     {int(sizeof(RowBlock<Bits, Digits>::digits)), kMinAmxRows}};
 

@@ -13,6 +13,7 @@
 
 #include "integers.h"
 #include "simd.h"
+#include "transpose.h"
 #include "unpack_kernel.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
@@ -67,22 +68,31 @@ inline VecI add_products(VecI sums, VecU8 codes, VecU8 x) {
 #endif
 }
 
+#if defined(__AVX2__)
+// Products of codes below 16 and digits, summed in pairs.
+inline VecS16 pair_products(VecU8 codes, VecU8 digits) {
+#if defined(__AVX512BW__)
+  return (VecS16)_mm512_maddubs_epi16((__m512i)codes, (__m512i)digits);
+#else
+  return (VecS16)_mm256_maddubs_epi16((__m256i)codes, (__m256i)digits);
+#endif
+}
+
+inline VecI add_pairs(VecS16 v) {
+#if defined(__AVX512BW__)
+  return (VecI)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1));
+#else
+  return (VecI)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1));
+#endif
+}
+#endif
+
 // Adds the products of both halves of groups.
 template <int Bits>
 inline VecI add_halves(VecI sums, const VecU8 (&codes)[2], const VecU8 (&x)[2]) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
   if constexpr (Bits == 4) {  // four products of 15 and 128 fit 16 bits
-#if defined(__AVX512BW__)
-    __m512i pairs = _mm512_add_epi16(
-        _mm512_maddubs_epi16((__m512i)codes[0], (__m512i)x[0]),
-        _mm512_maddubs_epi16((__m512i)codes[1], (__m512i)x[1]));
-    return sums + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-    __m256i pairs = _mm256_add_epi16(
-        _mm256_maddubs_epi16((__m256i)codes[0], (__m256i)x[0]),
-        _mm256_maddubs_epi16((__m256i)codes[1], (__m256i)x[1]));
-    return sums + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#endif
+    return sums + add_pairs(pair_products(codes[0], x[0]) + pair_products(codes[1], x[1]));
   }
 #endif
   return add_products<Bits>(add_products<Bits>(sums, codes[0], x[0]), codes[1], x[1]);
@@ -91,28 +101,21 @@ inline VecI add_halves(VecI sums, const VecU8 (&codes)[2], const VecU8 (&x)[2]) 
 // Sums the four elements of each group (a quarter of a vector) of each column and interleaves the
 // columns.
 inline VecI sum_columns(VecI a, VecI b, VecI c, VecI d) {
-#if defined(__AVX512F__)
-  __m512i ab = _mm512_add_epi32(
-      _mm512_unpacklo_epi32((__m512i)a, (__m512i)b), _mm512_unpackhi_epi32((__m512i)a, (__m512i)b));
-  __m512i cd = _mm512_add_epi32(
-      _mm512_unpacklo_epi32((__m512i)c, (__m512i)d), _mm512_unpackhi_epi32((__m512i)c, (__m512i)d));
-  return (VecI)_mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-#elif defined(__AVX2__)
-  __m256i ab = _mm256_add_epi32(
-      _mm256_unpacklo_epi32((__m256i)a, (__m256i)b), _mm256_unpackhi_epi32((__m256i)a, (__m256i)b));
-  __m256i cd = _mm256_add_epi32(
-      _mm256_unpacklo_epi32((__m256i)c, (__m256i)d), _mm256_unpackhi_epi32((__m256i)c, (__m256i)d));
-  return (VecI)_mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-#elif defined(__SSE2__)
-  __m128i ab = _mm_add_epi32(
-      _mm_unpacklo_epi32((__m128i)a, (__m128i)b), _mm_unpackhi_epi32((__m128i)a, (__m128i)b));
-  __m128i cd = _mm_add_epi32(
-      _mm_unpacklo_epi32((__m128i)c, (__m128i)d), _mm_unpackhi_epi32((__m128i)c, (__m128i)d));
-  return (VecI)_mm_add_epi32(_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd));
+#if defined(__SSE2__)
+  auto add_words = [](VecI a, VecI b) {
+    return unpack_low_words((VecU)a, (VecU)b) + unpack_high_words((VecU)a, (VecU)b);
+  };
+  const VecU ab = add_words(a, b), cd = add_words(c, d);
+  return (VecI)(unpack_low_pairs(ab, cd) + unpack_high_pairs(ab, cd));
 #else
   auto sum = [](VecI v) { return v[0] + v[1] + v[2] + v[3]; };
   return VecI{sum(a), sum(b), sum(c), sum(d)};
 #endif
+}
+
+// The upper four bits of each byte.
+inline VecU8 upper_halves(VecU8 bytes) {
+  return (VecU8)((VecU16)bytes >> 4) & 15;
 }
 
 // Loads both halves of the groups in part `part` of a chunk, whose weights start at p.
@@ -122,7 +125,7 @@ inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) 
   if constexpr (Bits == 4) {
     VecU8 both = load_as<VecU8>(p + part * kBytes);
     first = both & 15;
-    second = (VecU8)((VecU16)both >> 4) & 15;
+    second = upper_halves(both);
   } else {
     p += part * 2 * kBytes;
 #if defined(__AVX512F__)
@@ -205,6 +208,23 @@ inline void read_scales(const T* const* from, int count, ColumnScales& to) {
   }
 #endif
   count = count < kScaleGroups ? count : kScaleGroups;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  for (int i = 0; i < count; i += kWidth) {
+    VecU rows[kBlockOfColumns];
+    for (int j = 0; j < kBlockOfColumns; j++) {
+      const T* p = from[j] + i;
+      rows[j] = as_uint(count - i >= kWidth ? load(p) : load_tail(p, count - i));
+    }
+    VecU groups[4];  // i and 4 + i
+    transpose_quarters(rows, groups);
+    float* at = to.values + i * kBlockOfColumns;
+    for (int pair = 0; pair < 2; pair++) {
+      const __m256i a = (__m256i)groups[2 * pair], b = (__m256i)groups[2 * pair + 1];
+      store(at + 8 * pair, (VecF)_mm256_permute2x128_si256(a, b, 0x20));
+      store(at + 16 + 8 * pair, (VecF)_mm256_permute2x128_si256(a, b, 0x31));
+    }
+  }
+#else
   alignas(64) float rows[kBlockOfColumns][kScaleGroups];
   for (int j = 0; j < kBlockOfColumns; j++) {
     for (int i = 0; i < kScaleGroups; i += kWidth) {
@@ -236,6 +256,7 @@ inline void read_scales(const T* const* from, int count, ColumnScales& to) {
       to.values[i * kBlockOfColumns + j] = rows[j][i];
     }
   }
+#endif
 #endif
 }
 
@@ -511,6 +532,20 @@ inline void store_digits(
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(first), low);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(second), high);
+#elif defined(__AVX2__)
+  auto low_bits = [&](int i) { return (__m256i)(integers[i] & 255); };
+  const __m256i low = _mm256_packus_epi32(low_bits(0), low_bits(1));
+  const __m256i high = _mm256_packus_epi32(low_bits(2), low_bits(3));
+  // Packing interleaves words of the halves of vectors.
+  const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i digits = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), in_order);
+  if (bits == 4) {
+    const __m256i even_then_odd = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    digits = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(digits, even_then_odd), 0xd8);
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(digits));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(second), _mm256_extracti128_si256(digits, 1));
 #else
   constexpr int kHalf = kIntegerGroup / 2;
   for (int i = 0; i < kIntegerGroup / kWidth; i++) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Implements integers.h for many rows: repacks the codes of 32 columns so that a vector holds four
-// codes from each of sixteen columns, and no sum crosses lanes. For AVX-512 with VNNI.
+// Implements integers.h for many rows: repacks the codes of two vectors of columns so that a vector
+// holds four codes from each of its columns, and no sum crosses lanes. For AVX-512 and AVX2.
 
 #pragma once
 
@@ -9,70 +9,92 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
+#if defined(__AVX2__)
+// With VNNI, repacking takes as long as multiplying two or three rows; without, half a row of three
+// digits.
 #if defined(__AVX512VNNI__)
-// Repacking takes as long as multiplying two or three rows.
+template <int Digits>
 constexpr int kMinTileRows = 8;
+constexpr int kMaxTileBits = 8;
+#else
+template <int Digits>
+constexpr int kMinTileRows = Digits == 1 ? 6 : 3;
+constexpr int kMaxTileBits = 4;  // products with longer codes do not fit 16 bits
+#endif
 
 struct IntegerTile {
-  static constexpr int kVectors = kIntegerTileColumns / kWidth;
+  static constexpr int kVectors = 2;
+  static constexpr int kColumns = kVectors * kWidth;
   static constexpr int kUnits = 8;  // of four codes, per group
 
+  static_assert(kIntegerTileColumns % kColumns == 0);
+
   uint8_t* codes;  // [group, unit, vector, kWidth, 4]
-  float* scales;   // [weight group, 2: scale and bias, kIntegerTileColumns]
+  float* scales;   // [weight group, 2: scale and bias, kColumns]
 
   IntegerTile(float* scratch, const WeightView& w)
       : codes(reinterpret_cast<uint8_t*>(scratch)),
-        scales(
-            scratch + int64_t(num_integer_chunks(w.k)) * kIntegerChunk * kIntegerTileColumns / 4) {}
+        scales(scratch + int64_t(num_integer_chunks(w.k)) * kIntegerChunk * kColumns / 4) {}
 
   uint8_t* at(int group, int unit, int v) const {
-    return codes + ((int64_t(group) * kUnits + unit) * kVectors + v) * 64;
+    return codes + ((int64_t(group) * kUnits + unit) * kVectors + v) * 4 * kWidth;
   }
 
   template <int Bits>
   void fill(const WeightView& w, int64_t column, int columns) const;
 };
 
-// Sixteen columns of a matrix, as addresses of their first bytes.
+// A vector of columns of a matrix, as addresses of their first bytes.
 using ColumnBytes = const uint8_t* [kWidth];
+
+// Loads 16 bytes of columns j, 4 + j, ... at `byte`, one after another. Bytes from `left` on count
+// as zeros.
+inline VecU load_quarters(const ColumnBytes& p, int j, int64_t byte, int left) {
+  auto quarter = [&](int column) {
+    const uint8_t* at = p[column] + byte;
+    if (left >= 16) {
+      return load_as<__m128i>(at);
+    }
+#if defined(__AVX512F__)
+    return _mm_maskz_loadu_epi8(__mmask16((1u << left) - 1), at);
+#else
+    uint8_t padded[16];
+    copy_tail(padded, at, left, sizeof(padded));
+    return load_as<__m128i>(padded);
+#endif
+  };
+#if defined(__AVX512F__)
+  // Inserting quarters from memory keeps the one port that shuffles free.
+  __m512i row = _mm512_castsi128_si512(quarter(j));
+  row = _mm512_inserti32x4(row, quarter(4 + j), 1);
+  row = _mm512_inserti32x4(row, quarter(8 + j), 2);
+  return (VecU)_mm512_inserti32x4(row, quarter(12 + j), 3);
+#else
+  return (VecU)_mm256_inserti128_si256(_mm256_castsi128_si256(quarter(j)), quarter(4 + j), 1);
+#endif
+}
 
 // Loads words 4 * i to 4 * i + 3 at `byte` of each column: lane j of to[i] is word i of column j.
 // Bytes from `left` on count as zeros.
-inline void load_words(const ColumnBytes& p, int64_t byte, int left, __m512i (&to)[4]) {
-  auto quarter = [&](int column) {
-    const uint8_t* at = p[column] + byte;
-    return left >= 16 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))
-                      : _mm_maskz_loadu_epi8(__mmask16((1u << left) - 1), at);
-  };
-  __m512i rows[4];  // quarter q of rows[j]: the words of column 4 * q + j
+inline void load_words(const ColumnBytes& p, int64_t byte, int left, VecU (&to)[4]) {
+  VecU rows[4];
   for (int j = 0; j < 4; j++) {
-    // Inserting quarters from memory keeps the one port that shuffles free.
-    rows[j] = _mm512_castsi128_si512(quarter(j));
-    rows[j] = _mm512_inserti32x4(rows[j], quarter(4 + j), 1);
-    rows[j] = _mm512_inserti32x4(rows[j], quarter(8 + j), 2);
-    rows[j] = _mm512_inserti32x4(rows[j], quarter(12 + j), 3);
+    rows[j] = load_quarters(p, j, byte, left);
   }
-  const __m512i low01 = _mm512_unpacklo_epi32(rows[0], rows[1]);
-  const __m512i low23 = _mm512_unpacklo_epi32(rows[2], rows[3]);
-  const __m512i high01 = _mm512_unpackhi_epi32(rows[0], rows[1]);
-  const __m512i high23 = _mm512_unpackhi_epi32(rows[2], rows[3]);
-  to[0] = _mm512_unpacklo_epi64(low01, low23);
-  to[1] = _mm512_unpackhi_epi64(low01, low23);
-  to[2] = _mm512_unpacklo_epi64(high01, high23);
-  to[3] = _mm512_unpackhi_epi64(high01, high23);
+  transpose_quarters(rows, to);
 }
 
-// Prefetches a share of the codes of kIntegerTileColumns columns, as many as one group has.
+// Prefetches a share of the codes of a tile's columns, as many as one group has.
 template <int Bits>
 inline void prefetch_group(const WeightView& w, int64_t column, int group) {
-  constexpr int kBytes = kIntegerTileColumns * kIntegerGroup * Bits / 8;
+  constexpr int kBytes = IntegerTile::kColumns * kIntegerGroup * Bits / 8;
   auto codes = static_cast<const char*>(w.data) + column * w.row_bytes + int64_t(group) * kBytes;
   for (int byte = 0; byte < kBytes; byte += 64) {
     __builtin_prefetch(codes + byte, 0, 2);
   }
 }
 
-// Calls put(group, unit, vector, codes) with each unit of four codes of each of sixteen columns,
+// Calls put(group, unit, vector, codes) with each unit of four codes of each of a vector's columns,
 // for groups [begin, end) of each. ahead: what is prefetched, in bytes after what is read, because
 // the next call reads it after all rows were multiplied by these codes; 0: nothing.
 template <int Bits, typename Put>
@@ -92,15 +114,15 @@ inline void read_codes(
         __builtin_prefetch(p[j] + at + ahead, 0, 2);
       }
       for (int half = 0; half < kBytes / 16; half++) {
-        __m512i words[4];
+        VecU words[4];
         load_words(p, at + 16 * half, 16, words);
         for (int i = 0; i < 4; i++) {
+          const VecU8 codes = (VecU8)words[i];
           if constexpr (Bits == 4) {
-            const __m512i mask = _mm512_set1_epi8(15);
-            put(group, i, v, _mm512_and_si512(words[i], mask));
-            put(group, 4 + i, v, _mm512_and_si512(_mm512_srli_epi16(words[i], 4), mask));
+            put(group, i, v, codes & 15);
+            put(group, 4 + i, v, upper_halves(codes));
           } else {
-            put(group, 4 * half + i, v, words[i]);
+            put(group, 4 * half + i, v, codes);
           }
         }
       }
@@ -110,18 +132,22 @@ inline void read_codes(
 
 // Calls put(element, values) with the elements of type T in four words of each column.
 template <typename T, typename Put>
-inline void widen_words(const __m512i (&words)[4], const Put& put) {
+inline void widen_words(const VecU (&words)[4], const Put& put) {
   for (int i = 0; i < 4; i++) {
     if constexpr (sizeof(T) == 4) {
       put(i, (VecF)words[i]);
     } else {
-      put(2 * i, widened(_mm512_cvtepi32_epi16(words[i]), T{}));
-      put(2 * i + 1, widened(_mm512_cvtepi32_epi16(_mm512_srli_epi32(words[i], 16)), T{}));
+      auto widen = [](VecU elements) {
+        const VecH halves = __builtin_convertvector(elements, VecH);
+        return load(reinterpret_cast<const T*>(&halves));
+      };
+      put(2 * i, widen(words[i]));
+      put(2 * i + 1, widen(words[i] >> 16));
     }
   }
 }
 
-// Fills `to` [weight group, 2: scale and bias, kIntegerTileColumns].
+// Fills `to` [weight group, 2: scale and bias, IntegerTile::kColumns].
 inline void fill_scales(const WeightView& w, int64_t column, int columns, float* to) {
   const int groups = w.k / w.group_size;
   with_type(w.dtype, [&](auto type) {
@@ -135,14 +161,14 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
           int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
           p[j] = static_cast<const uint8_t*>(both[which]) + (column + at) * groups * sizeof(T);
         }
-        float* at = to + which * kIntegerTileColumns + v * kWidth;
+        float* at = to + which * IntegerTile::kColumns + v * kWidth;
         for (int first = 0; first < groups; first += kAtOnce) {
           const int left = groups - first;
-          __m512i words[4];
+          VecU words[4];
           load_words(p, first * sizeof(T), left * int(sizeof(T)), words);
           widen_words<T>(words, [&](int i, VecF values) {
             if (i < left) {
-              store(at + int64_t(first + i) * 2 * kIntegerTileColumns, values);
+              store(at + int64_t(first + i) * 2 * IntegerTile::kColumns, values);
             }
           });
         }
@@ -154,10 +180,59 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
 template <int Bits>
 inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
   read_codes<Bits>(
-      w, column, columns, 0, w.k / kIntegerGroup, 0, [&](int group, int unit, int v, __m512i read) {
-        _mm512_store_si512(at(group, unit, v), read);
+      w, column, columns, 0, w.k / kIntegerGroup, 0, [&](int group, int unit, int v, VecU8 read) {
+        __builtin_memcpy(at(group, unit, v), &read, sizeof(read));
       });
   fill_scales(w, column, columns, scales);
+}
+
+// Adds the products of a group's codes and one digit of Rows rows: four elements of k at
+// digits[i * stride + offset of the unit].
+template <int Bits, int Rows>
+inline void add_digit(
+    const IntegerTile& tile, int group, const int8_t* digits, int64_t stride,
+    VecI (&sums)[Rows][IntegerTile::kVectors]) {
+  constexpr int kVectors = IntegerTile::kVectors;
+  auto four_of = [&](int unit, int i) {
+    const int at = unit / 4 * (kIntegerChunk / 2) + 4 * (unit % 4);
+    return (VecU8)(VecI{} + load_as<int32_t>(digits + i * stride + at));
+  };
+#if defined(__AVX512VNNI__)
+  for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
+    VecU8 w[kVectors];
+    for (int v = 0; v < kVectors; v++) {
+      w[v] = load_as<VecU8>(tile.at(group, unit, v));
+    }
+    for (int i = 0; i < Rows; i++) {
+      const VecU8 four = four_of(unit, i);
+      for (int v = 0; v < kVectors; v++) {
+        sums[i][v] = add_products<Bits>(sums[i][v], w[v], four);
+      }
+    }
+  }
+#else
+  static_assert(Bits == 4);  // a group's 16 products that meet in 16 bits fit: 16 * 15 * 128
+  VecS16 pairs[Rows][kVectors] = {};
+#pragma GCC unroll 8
+  for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
+    VecU8 w[kVectors];
+    for (int v = 0; v < kVectors; v++) {
+      w[v] = load_as<VecU8>(tile.at(group, unit, v));
+    }
+    for (int i = 0; i < Rows; i++) {
+      const VecU8 four = four_of(unit, i);
+      for (int v = 0; v < kVectors; v++) {
+        pairs[i][v] += pair_products(w[v], four);
+        asm("" : "+v"(pairs[i][v]));  // GCC would keep the products, and add them later
+      }
+    }
+  }
+  for (int i = 0; i < Rows; i++) {
+    for (int v = 0; v < kVectors; v++) {
+      sums[i][v] += add_pairs(pairs[i][v]);
+    }
+  }
+#endif
 }
 
 template <int Bits, int Digits, int Rows>
@@ -173,13 +248,13 @@ inline void tile_rows_of(
   VecF sums[kIntegerGroups][Rows][kVectors] = {};
   for (int group = 0; group < groups; group++) {
     if (row == 0) {  // a little at a time, as memory delivers it
-      prefetch_group<Bits>(args.weights, column + kIntegerTileColumns, group);
+      prefetch_group<Bits>(args.weights, column + IntegerTile::kColumns, group);
     }
     const int g = group % kIntegerGroups;
     const auto* xg = x + group / kIntegerGroups;
-    const float* scales = tile.scales + int64_t(group >> shift) * 2 * kIntegerTileColumns;
+    const float* scales = tile.scales + int64_t(group >> shift) * 2 * IntegerTile::kColumns;
     VecI products[Rows][kVectors] = {};
-    VecF upper[Rows][kVectors];  // with two sums: the first
+    VecF upper[Rows][kVectors] = {};  // with two sums: the first
     for (int d = 0; d < Digits; d++) {
       for (int i = 0; d > 0 && i < Rows; i++) {
         for (int v = 0; v < kVectors; v++) {
@@ -191,25 +266,13 @@ inline void tile_rows_of(
           }
         }
       }
-      for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
-        VecU8 w[kVectors];
-        for (int v = 0; v < kVectors; v++) {
-          w[v] = load_as<VecU8>(tile.at(group, unit, v));
-        }
-        const int at = unit / 4 * (kIntegerChunk / 2) + 16 * g + 4 * (unit % 4);
-        for (int i = 0; i < Rows; i++) {
-          auto digits = xg[int64_t(i) * chunks].digits[d] + at;
-          const VecU8 four = (VecU8)_mm512_set1_epi32(load_as<int32_t>(digits));
-          for (int v = 0; v < kVectors; v++) {
-            products[i][v] = add_products<Bits>(products[i][v], w[v], four);
-          }
-        }
-      }
+      add_digit<Bits, Rows>(
+          tile, group, xg->digits[d] + 16 * g, chunks * int64_t(sizeof(*xg)), products);
     }
     VecF scale[kVectors], bias[kVectors];
     for (int v = 0; v < kVectors; v++) {
       scale[v] = load(scales + v * kWidth);
-      bias[v] = load(scales + kIntegerTileColumns + v * kWidth);
+      bias[v] = load(scales + IntegerTile::kColumns + v * kWidth);
     }
     for (int i = 0; i < Rows; i++) {
       const auto& xc = xg[int64_t(i) * chunks];
@@ -225,7 +288,7 @@ inline void tile_rows_of(
     }
   }
   for (int i = 0; i < Rows; i++) {
-    alignas(64) float out[kIntegerTileColumns];
+    alignas(64) float out[IntegerTile::kColumns];
     for (int v = 0; v < kVectors; v++) {
       store(out + v * kWidth, (sums[0][i][v] + sums[1][i][v]) + (sums[2][i][v] + sums[3][i][v]));
     }
@@ -236,11 +299,13 @@ inline void tile_rows_of(
 template <int Bits, int Digits>
 inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t end) {
   const IntegerTile tile(args.scratch, args.weights);
-  for (int64_t column = begin; column < end; column += kIntegerTileColumns) {
-    int columns = end - column < kIntegerTileColumns ? int(end - column) : kIntegerTileColumns;
+  for (int64_t column = begin; column < end; column += IntegerTile::kColumns) {
+    int left = int(end - column);
+    int columns = left < IntegerTile::kColumns ? left : IntegerTile::kColumns;
     tile.fill<Bits>(args.weights, column, columns);
     int row = 0;
-    if constexpr (kIntegerSums<Bits, Digits> == 1) {  // two would not fit the registers
+    // Two sums of eight rows would not fit the registers.
+    if constexpr (kWidth == 16 && kIntegerSums<Bits, Digits> == 1) {
       for (; row + 8 <= args.rows; row += 8) {
         tile_rows_of<Bits, Digits, 8>(args, tile, row, column, columns);
       }
@@ -262,14 +327,18 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t
   }
 }
 #else
+template <int Digits>
 constexpr int kMinTileRows = 0;
+constexpr int kMaxTileBits = 0;
 #endif
 
 template <int Bits, int Digits>
 inline void integer_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-#if defined(__AVX512VNNI__)
-  if (args.rows >= kMinTileRows) {
-    return integer_tiles<Bits, Digits>(args, begin, end);
+#if defined(__AVX2__)
+  if constexpr (Bits <= kMaxTileBits) {
+    if (args.rows >= kMinTileRows<Digits>) {
+      return integer_tiles<Bits, Digits>(args, begin, end);
+    }
   }
 #endif
   integer_columns<Bits, Digits>(args, begin, end);
@@ -287,9 +356,9 @@ constexpr IntegerKernels kIntegerKernels = {
     Digits,
     round_to_chunks<Digits>,
     integer_product<Digits>,
-    kMinTileRows,
+    kMinTileRows<Digits>,
     1,
     {},
-    Digits > 1 && kMinTileRows == 0};
+    Digits > 1 && kMaxTileBits == 4};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

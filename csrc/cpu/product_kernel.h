@@ -12,15 +12,24 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
+// Blocks as large as the registers hold. With few rows, weights are widened in registers, once per
+// block of rows, because that costs less than storing them.
+constexpr int kBlockRows = 4;
 #if defined(__AVX512F__)
-constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 4;
-constexpr int kMaxProductRows = 64;
+constexpr int kPackedColumns = 4;  // unpacked at once
+constexpr int kMaxWidenedRows = 8;
+constexpr int kMaxFusedRows = 8;
+#elif defined(__AVX2__)
+constexpr int kBlockColumns = 3;
+constexpr int kPackedColumns = 12;  // so that rows are read from the L2 cache less often
+constexpr int kMaxWidenedRows = 4;
+constexpr int kMaxFusedRows = 3;
 #else
-constexpr int kBlockRows = 4;
 constexpr int kBlockColumns = 2;
-constexpr int kMaxProductRows = kWidth >= 8 ? 16 : 0;  // few registers
+constexpr int kPackedColumns = 2;
 #endif
+constexpr int kMaxProductRows = kWidth >= 8 ? 64 : 0;  // few registers
 constexpr int kMaxPackedRows = kMaxProductRows > 16 ? kMaxProductRows : 16;
 
 // Prefetches `Ahead` vectors for each vector along k, so that memory is read in one long run while
@@ -148,9 +157,13 @@ inline void part_block(
 // Requires rows <= kMaxPackedRows.
 template <int Columns>
 inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t column) {
+  constexpr int kBlock = Columns < kBlockColumns ? Columns : kBlockColumns;
+  constexpr int kBlocks = Columns / kBlock;
   alignas(64) float tile[Columns * kPart];
-  VecF sums[kMaxPackedRows][Columns];
-  __builtin_memset(sums, 0, sizeof(sums[0]) * rows);
+  VecF sums[kBlocks][kMaxPackedRows][kBlock];
+  for (auto& block : sums) {
+    __builtin_memset(block, 0, sizeof(block[0]) * rows);
+  }
   const WeightView& w = args.weights;
   for (int begin = 0; begin < w.k; begin += kPart) {
     int count = w.k - begin < kPart ? w.k - begin : kPart;
@@ -167,33 +180,37 @@ inline void packed_columns(const ProductArgs& args, int row, int rows, int64_t c
       }
     }
     const float* a = args.a + row * args.lda + begin;
+    auto blocks = [&](int i, auto block) {
+      for (int b = 0; b < kBlocks; b++) {
+        block(a + i * args.lda, args.lda, tile + b * kBlock * kPart, count, sums[b] + i);
+      }
+    };
     int i = 0;
     for (; i + kBlockRows <= rows; i += kBlockRows) {
-      part_block<kBlockRows, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+      blocks(i, part_block<kBlockRows, kBlock>);
     }
     switch (rows - i) {
       case 1:
-        part_block<1, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+        blocks(i, part_block<1, kBlock>);
         break;
       case 2:
-        part_block<2, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+        blocks(i, part_block<2, kBlock>);
         break;
       case 3:
-        part_block<3, Columns>(a + i * args.lda, args.lda, tile, count, sums + i);
+        blocks(i, part_block<3, kBlock>);
         break;
     }
   }
   for (int i = 0; i < rows; i++) {
-    auto& one = reinterpret_cast<VecF(&)[1][Columns]>(sums[i]);
-    store_sums(one, args.c + (row + i) * args.ldc + column, args.ldc);
+    for (int b = 0; b < kBlocks; b++) {
+      auto& one = reinterpret_cast<VecF(&)[1][kBlock]>(sums[b][i]);
+      store_sums(one, args.c + (row + i) * args.ldc + column + b * kBlock, args.ldc);
+    }
   }
 }
 
-#if defined(__AVX512F__)
-// Affine weights of 4 or 8 bits with so few rows that unpacking them in registers, once per four
-// rows, costs less than storing them. Same order as packed_columns, same bits.
-constexpr int kMaxFusedRows = 8;
-
+#if defined(__AVX2__)
+// Affine weights of 4 or 8 bits with few rows. Same order as packed_columns, same bits.
 template <int Bits, typename T, int Rows, int Columns>
 inline void fused_block(const ProductArgs& args, int64_t row, int64_t column) {
   constexpr int kGroups = kWidth;  // groups whose scales are widened at once
@@ -208,7 +225,7 @@ inline void fused_block(const ProductArgs& args, int64_t row, int64_t column) {
     scales[j] = static_cast<const T*>(w.scales) + (column + j) * groups;
     biases[j] = static_cast<const T*>(w.biases) + (column + j) * groups;
   }
-  const VecU index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  constexpr uint32_t kMask = (1u << Bits) - 1;
   alignas(64) float scale[Columns][kGroups];
   alignas(64) float bias[Columns][kGroups];
   VecF sums[Rows][Columns] = {};
@@ -220,20 +237,26 @@ inline void fused_block(const ProductArgs& args, int64_t row, int64_t column) {
       store(bias[j], whole ? load(biases[j] + first) : load_tail(biases[j] + first, count));
     }
     for (int g = 0; g < count; g++) {
+#if defined(__AVX512F__)
+      const VecU index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
       VecF table[Columns];
+      for (int j = 0; Bits == 4 && j < Columns; j++) {
+        table[j] = to_float(index) * scale[j][g] + bias[j][g];
+      }
+#endif
       for (int j = 0; j < Columns; j++) {
-        if constexpr (Bits == 4) {
-          table[j] = to_float(index) * scale[j][g] + bias[j][g];
-        }
         __builtin_prefetch(p[j] + Columns * w.row_bytes, 0, 2);
       }
       for (int k = 0; k < w.group_size; k += kWidth, a += kWidth) {
         for (int j = 0; j < Columns; j++) {
           VecF value;
+#if defined(__AVX512F__)
           if constexpr (Bits == 4) {
             value = Table(table[j])(spread<4>(p[j], 0));
-          } else {
-            value = to_float(spread<8>(p[j], 0)) * scale[j][g] + bias[j][g];
+          } else
+#endif
+          {
+            value = to_float(spread<Bits>(p[j], 0) & kMask) * scale[j][g] + bias[j][g];
           }
           p[j] += kWidth * Bits / 8;
           for (int i = 0; i < Rows; i++) {
@@ -278,7 +301,7 @@ inline void fused_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 #endif
 
 inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   const WeightView& w = args.weights;
   if (w.format == WeightFormat::affine && args.rows <= kMaxFusedRows) {
     if (w.bits == 4) {
@@ -291,8 +314,8 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
   for (int row = 0; row < args.rows; row += kMaxPackedRows) {
     int rows = args.rows - row < kMaxPackedRows ? args.rows - row : kMaxPackedRows;
     int64_t column = begin;
-    for (; column + kBlockColumns <= end; column += kBlockColumns) {
-      packed_columns<kBlockColumns>(args, row, rows, column);
+    for (; column + kPackedColumns <= end; column += kPackedColumns) {
+      packed_columns<kPackedColumns>(args, row, rows, column);
     }
     for (; column < end; column++) {
       packed_columns<1>(args, row, rows, column);
@@ -302,14 +325,13 @@ inline void packed_rows(const ProductArgs& args, int64_t begin, int64_t end) {
 
 inline void few_rows(const ProductArgs& args, int64_t begin, int64_t end) {
   const WeightView& w = args.weights;
-  // Weights of 16 bits are widened in registers, once per block of rows. With many rows all are
-  // copied, float32 too for cache locality; same order, same bits.
+  // With many rows all weights are copied, float32 too for cache locality; same order, same bits.
   const bool is_dense = w.format == WeightFormat::dense;
   if (is_dense && w.dtype == DType::float32 && args.rows <= kMaxPackedRows) {
     return dense_rows<float>(args, begin, end);
   }
-#if defined(__AVX512F__)
-  if (is_dense && args.rows <= kMaxFusedRows) {
+#if defined(__AVX2__)
+  if (is_dense && args.rows <= kMaxWidenedRows) {
     return w.dtype == DType::bfloat16 ? dense_rows<BFloat>(args, begin, end)
                                       : dense_rows<Half>(args, begin, end);
   }

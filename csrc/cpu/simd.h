@@ -133,6 +133,22 @@ inline VecF load_tail(const T* p, int count) {
   } else if constexpr (sizeof(T) == 2) {
     return widened(_mm256_maskz_loadu_epi16(mask, p), T{});
   }
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) {
+    const VecI index = {0, 1, 2, 3, 4, 5, 6, 7};
+    return (VecF)_mm256_maskload_ps(p, (__m256i)(index < count));
+  } else if constexpr (sizeof(T) == 2) {
+    auto up_to_four = [](const T* p, int count) -> uint64_t {
+      const int pairs = count / 2;
+      const uint64_t last = count % 2 ? load_as<uint16_t>(p + 2 * pairs) : 0;
+      return count == 4 ? load_as<uint64_t>(p)
+                        : (pairs ? load_as<uint32_t>(p) : 0) | last << 32 * pairs;
+    };
+    const uint64_t both[2] = {
+        up_to_four(p, count < 4 ? count : 4), count > 4 ? up_to_four(p + 4, count - 4) : 0};
+    const __m128i padded = _mm_set_epi64x(int64_t(both[1]), int64_t(both[0]));
+    return load(reinterpret_cast<const T*>(&padded));
+  }
 #endif
   T padded[kWidth] = {};
   __builtin_memcpy(padded, p, count * sizeof(T));

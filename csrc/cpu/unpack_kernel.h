@@ -58,6 +58,9 @@ inline VecU spread(const uint8_t* p, int element) {
   if constexpr (Bits == 8) {
 #if defined(__AVX512F__)
     return (VecU)_mm512_cvtepu8_epi32(load_as<__m128i>(p + element));
+#elif defined(__AVX2__)
+    return (VecU)_mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + element)));
 #else
     typedef uint8_t VecB __attribute__((vector_size(kWidth)));
     return __builtin_convertvector(load_as<VecB>(p + element), VecU);
