@@ -11,6 +11,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.simd_processes import run_in_process_of
 
 from mlx_paged import executables, ops
 
@@ -212,7 +213,7 @@ def test_numbers_of_rows_that_no_row_has_read_nothing(rng) -> None:
     np.testing.assert_array_equal(np.array(program([x, at])[0]), [[1, np.nan], [np.nan, 1]])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("rows", [64, 1, 3])
 def test_products_of_rows_with_large_activations(rng, rows: int) -> None:
     """Products with integer activations read these rows once more, as the original floats."""
     weights = [
@@ -231,3 +232,7 @@ def test_products_of_rows_with_large_activations(rng, rows: int) -> None:
         return down(ops.silu_mul(gate(twice), up(twice)))
 
     assert_program_equals_graph(graph, mx.array(x))
+
+
+def test_products_in_a_process_of_avx2() -> None:
+    run_in_process_of("avx2", 2, [__file__], "large_activations")
