@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,8 @@ MAX_WAITING_BYTES = 512 << 20
 # Seconds after which a decode engine that takes nothing is given up. It takes nothing while all its
 # blocks are in use.
 _STALLED = 60.0
+# Seconds after a connection could not be accepted until the next attempt.
+_RETRY = 1.0
 
 
 def share_of(num_prompts: int) -> int:
@@ -128,7 +131,7 @@ class Prefiller(Protocol):
         """Begins to compute a prompt. It adds the blocks, and ends `outgoing`."""
 
     def wake(self) -> None:
-        """Is told when blocks may be added again, and when a receiver is gone."""
+        """Called when blocks may be added again, and when a receiver is gone."""
 
 
 class PrefillServer:
@@ -165,23 +168,27 @@ class PrefillServer:
         while not self._is_closed:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            connection, prefiller = Connection(sock), reference()
+                connection = Connection(sock)
+            except OSError as error:
+                if not self._is_closed:  # The process has no descriptor left, or the peer left.
+                    logger.warning("[prefill] a connection could not be accepted: %s", error)
+                    time.sleep(_RETRY)
+                continue
+            prefiller = reference()
             with self._lock:
                 is_taken = len(self._connections) < MAX_CONNECTIONS and not self._is_closed
                 if is_taken:
                     self._connections.add(connection)
             if prefiller is None or not is_taken:
                 connection.close()
-                continue
-            threading.Thread(
-                target=self._serve,
-                args=(connection, prefiller),
-                name="mlx-paged-kv-sender",
-                daemon=True,
-            ).start()
-            del prefiller
+            else:
+                threading.Thread(
+                    target=self._serve,
+                    args=(connection, prefiller),
+                    name="mlx-paged-kv-sender",
+                    daemon=True,
+                ).start()
+            del prefiller  # It may end while this thread waits for a connection.
 
     def _serve(self, connection: Connection, prefiller: Prefiller) -> None:
         try:

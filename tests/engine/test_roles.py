@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import itertools
 import random
 import signal
 import socket
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.embedded_llm import make
@@ -320,6 +323,20 @@ def test_prompts_have_equal_shares_of_what_may_wait(monkeypatch: pytest.MonkeyPa
     alone.cancel()
     asks.close()
     listening.close()
+
+
+def test_a_server_without_descriptors_accepts_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_RETRY", 0.0)
+    prefiller, listening = EightBlocks(), server.PrefillServer(("127.0.0.1", 0), SECRET)
+    sock = listening._socket
+    full = OSError(errno.EMFILE, "Too many open files")
+    accept = mock.Mock(side_effect=itertools.chain([full], iter(sock.accept, None)))
+    monkeypatch.setattr(listening, "_socket", mock.Mock(wraps=sock, accept=accept))
+    listening.start(prefiller)
+    try:
+        greeted(("127.0.0.1", listening.port)).close()
+    finally:
+        listening.close()
 
 
 def test_silent_and_hostile_peers_delay_no_one(pair: Pair, expected: list[int]) -> None:

@@ -128,7 +128,7 @@ class BatchRunner:
         self._urls = urls
         self._on_line = on_line
         self._unwritten: list[tuple[Output, int]] = []  # with the sizes of their lines
-        self._news = asyncio.Event()
+        self._has_unwritten = asyncio.Event()
         self._custom_ids: set[int] = set()  # Hashes, because a batch may have many lines.
 
     async def run(self, lines: Iterable[Line]) -> None:
@@ -162,13 +162,13 @@ class BatchRunner:
             self._room.release(size)
             raise
         self._unwritten.append((output, size))
-        self._news.set()
+        self._has_unwritten.set()
 
     async def _write(self) -> None:
         """Writes answers. Those that arrive during a write are written together."""
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._has_unwritten.wait()
+            self._has_unwritten.clear()
             await asyncio.sleep(0)  # Others may end in the same round of the loop.
             await self._flush()
 

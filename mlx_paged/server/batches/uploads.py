@@ -245,9 +245,9 @@ async def read_large(
     """Reads a body that is not held in memory.
 
     Args:
-        take: gets it, in pieces.
-        after_piece: called after each piece; no more is read before it is done.
-        limit, rest: most bytes of `what`, and of the body beside it.
+        take: Receives it, in pieces.
+        after_piece: Called after each piece; no more is read until it returns.
+        limit, rest: Maximum bytes of `what`, and of the rest of the body.
 
     Raises:
         ApiError: 408, 413 or 503; or whatever `take` raises.
