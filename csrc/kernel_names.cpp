@@ -26,6 +26,7 @@ namespace {
 #define LORA_TEMPLATE(host_name, ...) {host_name, "lora.h", INSTANCE(__VA_ARGS__)},
 #define GREEDY_TEMPLATE(host_name, ...) {host_name, "greedy.h", INSTANCE(__VA_ARGS__)},
 #define DRAW_TEMPLATE(host_name, ...) {host_name, "draw.h", INSTANCE(__VA_ARGS__)},
+#define THRESHOLD_TEMPLATE(host_name, ...) {host_name, "thresholds.h", INSTANCE(__VA_ARGS__)},
 #define OWN_FILE_TEMPLATE(host_name, function, ...) \
   {host_name, #function ".h", INSTANCE(function, __VA_ARGS__)},
 // Plain arrays, because GCC takes 7 s to compile std::vector<KernelName> tables of this length.
@@ -46,6 +47,7 @@ constexpr KernelRow kKernels[] = {
     PAGED_FOR_EACH_GREEDY_TEMPLATE(GREEDY_TEMPLATE)
     PAGED_FOR_EACH_DRAW_TEMPLATE(DRAW_TEMPLATE)
     {"merge_draws", "draw.h", ""},
+    PAGED_FOR_EACH_THRESHOLD_TEMPLATE(THRESHOLD_TEMPLATE)
     PAGED_FOR_EACH_ATTENTION_TEMPLATE(OWN_FILE_TEMPLATE)
     PAGED_FOR_EACH_TENSOR_TEMPLATE(OWN_FILE_TEMPLATE)
     // clang-format on

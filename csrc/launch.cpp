@@ -235,6 +235,24 @@ LaunchList DrawTokens::launches(const Arrays& in, const Arrays& out, Gpu) const 
   return {{draw, merge}, {bytes}};
 }
 
+LaunchList SamplingThresholds::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  if (in[0].shape(0) == 0) {
+    return {};
+  }
+  paged::ThresholdParams params{in[0].shape(1)};
+  Launch launch;
+  launch.kernel =
+      kernel_named(std::string("sampling_thresholds_") + name_of(dtype_of(in[0].dtype())));
+  for (int operand = 0; operand < 7; operand++) {
+    launch.buffers.push_back(bind(in, out, operand));
+  }
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(in[0].shape(0)), 1, 1};
+  launch.threadgroup = {paged::THRESHOLD_THREADS, 1, 1};
+  launch.threadgroup_memory = paged::threshold_scratch();
+  return {{launch}, {}};
+}
+
 LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
   bool quantised = format_of(in[0].dtype()) != PoolFormat::plain;
   LaunchList list;

@@ -405,7 +405,8 @@ void forget_attention_layers() {
 std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
   std::vector<Pipeline> pipelines;
   for (const auto& kernel : kernel_names()) {
-    if (kernel.file == "data.h" || kernel.file == "greedy.h" || kernel.file == "draw.h") {
+    if (kernel.file == "data.h" || kernel.file == "greedy.h" || kernel.file == "draw.h" ||
+        kernel.file == "thresholds.h") {
       pipelines.push_back({kernel, {}});
     }
   }

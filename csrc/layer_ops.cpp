@@ -168,20 +168,33 @@ mx::array draw_tokens(
       {logits, tokens, largest, temperature, keys, thresholds});
 }
 
-mx::array nucleus_thresholds(
-    const mx::array& logits, const mx::array& floors, const mx::array& top_p,
+mx::array sampling_thresholds(
+    const mx::array& logits, const mx::array& largest, const mx::array& temperature,
+    const mx::array& floors, const mx::array& top_k, const mx::array& top_p,
     mx::StreamOrDevice s_) {
+  constexpr int kMaxVocabSize = 1 << 23;  // metal/thresholds.h adds probabilities in 64 bits
   auto s = mx::to_stream(s_);
-  Validator v("nucleus_thresholds");
+  Validator v("sampling_thresholds");
   v.shape(logits, "logits", {-1, -1});
-  v.shape(floors, "floors", {logits.shape(0)});
-  v.shape(top_p, "top_p", {logits.shape(0)});
-  v.require(logits.dtype() == mx::float32, "logits", "float32", logits.dtype());
-  v.same_dtype(floors, "floors", logits, "logits");
-  v.same_dtype(top_p, "top_p", logits, "logits");
+  v.floating(logits, "logits");
+  v.require(
+      logits.shape(1) > 0 && logits.shape(1) <= kMaxVocabSize, "vocab_size",
+      "in [1, " + std::to_string(kMaxVocabSize) + "]", logits.shape(1));
+  int num_rows = logits.shape(0);
+  auto require_column = [&](const mx::array& column, const char* what) {
+    v.shape(column, what, {num_rows});
+    v.require(column.dtype() == mx::float32, what, "float32", column.dtype());
+  };
+  require_column(largest, "largest");
+  require_column(temperature, "temperature");
+  require_column(floors, "floors");
+  v.shape(top_k, "top_k", {num_rows});
+  v.int32(top_k, "top_k");
+  require_column(top_p, "top_p");
   return mx::array(
-      {logits.shape(0)}, mx::float32, std::make_shared<NucleusThresholds>(s),
-      {dense(logits, s), dense(floors, s), dense(top_p, s)});
+      {num_rows}, mx::float32, std::make_shared<SamplingThresholds>(s),
+      {dense(logits, s), dense(largest, s), dense(temperature, s), dense(floors, s),
+       dense(top_k, s), dense(top_p, s)});
 }
 
 // Names of the activation dtypes that this processor supports.
@@ -591,8 +604,8 @@ void bind_layer_ops(nb::module_& m) {
       "draw_tokens", &draw_tokens, "logits"_a, "tokens"_a, "largest"_a, "temperature"_a, "keys"_a,
       "thresholds"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def(
-      "nucleus_thresholds", &nucleus_thresholds, "logits"_a, "floors"_a, "top_p"_a, nb::kw_only(),
-      "stream"_a = nb::none());
+      "sampling_thresholds", &sampling_thresholds, "logits"_a, "largest"_a, "temperature"_a,
+      "floors"_a, "top_k"_a, "top_p"_a, nb::kw_only(), "stream"_a = nb::none());
   m.def(
       "linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), nb::kw_only(), "activations"_a,
       "by_rows"_a, "stream"_a = nb::none());

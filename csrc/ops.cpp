@@ -405,6 +405,8 @@ void GreedyTokens::check(const Arrays&) const {}
 
 void DrawTokens::check(const Arrays&) const {}
 
+void SamplingThresholds::check(const Arrays&) const {}
+
 void ApplyTokenBitmask::check(const Arrays& in) const {
   const int32_t* rows = in[2].data<int32_t>();
   int num_rows = in[0].shape(0);

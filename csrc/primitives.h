@@ -336,14 +336,16 @@ class ApplyTokenBitmask : public KernelNode {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 
-// Top-p: the smallest logit of each row within the first top_p of its probability mass. Only logits
-// of at least the row's floor count.
-// in: logits [num_rows, vocab_size] float32, each row's largest 0; floors [num_rows] float32, at
-// most 0; top_p [num_rows] float32, above 0 and below 1. out: [num_rows] float32.
-class NucleusThresholds : public Node {
+// The smallest logit of each row to keep for min-p, then top-k, then top-p of what these left, as
+// (logit - largest) / temperature in float32. Equal logits are kept or dropped together.
+// in: logits [num_rows, vocab_size]; for each row its largest logit, temperature, floor (log of
+// min-p), top_k int32 (all logits if not in (0, vocab_size)) and top_p (all if at least 1), float32
+// unless it says otherwise. out: [num_rows] float32; the floor in a row with a NaN.
+class SamplingThresholds : public KernelNode {
  public:
-  using Node::Node;
-  MLX_PAGED_NODE("nucleus_thresholds")
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("sampling_thresholds")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {{in[0].shape(0)}}; }
 };
 

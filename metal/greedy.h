@@ -9,7 +9,7 @@
 #include "first_maximum.h"
 #include "kernel_table.h"
 #include "language.h"
-#include "vector_load.h"
+#include "logit_row.h"
 
 using namespace metal;
 
@@ -46,40 +46,10 @@ greedy_tokens(
     constant paged::GreedyParams& params [[buffer(4)]], threadgroup float* parts PAGED_SCRATCH,
     PAGED_THREAD_POSITION, PAGED_SIMD_POSITION) {
   using namespace paged;
-  constexpr int CHUNK = chunk_size<T>();
-  constexpr int AT_ONCE = 4;  // chunks that a thread keeps in flight
   int threads = int(group_size.x);
-  device const T* row = logits + ulong(group_id.x) * params.vocab_size;
   LargestLogit best{{-INFINITY, params.vocab_size}, 0};
-  if (params.vocab_size % CHUNK == 0) {
-    int num_chunks = params.vocab_size / CHUNK;
-    for (int first = int(thread_id); first < num_chunks; first += AT_ONCE * threads) {
-      uint4 chunks[AT_ONCE];
-      PAGED_UNROLL
-      for (int i = 0; i < AT_ONCE; i++) {
-        int chunk = first + i * threads;
-        if (chunk < num_chunks) {
-          chunks[i] = ((device const uint4*)row)[chunk];
-        }
-      }
-      PAGED_UNROLL
-      for (int i = 0; i < AT_ONCE; i++) {
-        int chunk = first + i * threads;
-        if (chunk < num_chunks) {
-          float values[CHUNK];
-          unpack(chunks[i], values, T(0.0f));
-          PAGED_UNROLL
-          for (int e = 0; e < CHUNK; e++) {
-            best.see(values[e], chunk * CHUNK + e);
-          }
-        }
-      }
-    }
-  } else {
-    for (int i = int(thread_id); i < params.vocab_size; i += threads) {
-      best.see(float(row[i]), i);
-    }
-  }
+  visit_row(
+      logits + ulong(group_id.x) * params.vocab_size, params.vocab_size, thread_id, threads, best);
   PAGED_UNROLL
   for (ushort offset = 16; offset > 0; offset /= 2) {
     best.join(

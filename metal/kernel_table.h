@@ -68,13 +68,14 @@ enum {
   ROPE_SIMD_GROUPS = 4,  // of rope_write, one head each
   PRODUCT_ROWS = 16,     // rows of x for which products.h and experts.h read a weight once
   PRODUCT_SIMD_GROUPS = 4,
-  GREEDY_THREADS = 1024,  // of greedy_tokens, maximum
-  DRAW_THREADS = 128,     // of draw_tokens
-  TENSOR_COLUMNS = 64,    // of a tile of tensor_product: rows of the weight
-  TENSOR_DEPTH = 64,      // elements of each row that are multiplied at a time
-  LORA_TARGETS = 3,       // maximum products with adapters in a launch
-  LORA_ROWS = 4,          // rows of x for which lora.h reads a matrix once
-  LORA_COLUMNS = 8,       // of a per threadgroup of lora_down: with LORA_ROWS, a sum for each lane
+  GREEDY_THREADS = 1024,     // of greedy_tokens, maximum
+  THRESHOLD_THREADS = 1024,  // of sampling_thresholds, always
+  DRAW_THREADS = 128,        // of draw_tokens
+  TENSOR_COLUMNS = 64,       // of a tile of tensor_product: rows of the weight
+  TENSOR_DEPTH = 64,         // elements of each row that are multiplied at a time
+  LORA_TARGETS = 3,          // maximum products with adapters in a launch
+  LORA_ROWS = 4,             // rows of x for which lora.h reads a matrix once
+  LORA_COLUMNS = 8,  // of a per threadgroup of lora_down: with LORA_ROWS, a sum for each lane
   LORA_DOWN_THREADS = 256,
   LORA_UP_THREADS = 64,
   LORA_STEP = 8,        // rows of b that a thread loads at once
@@ -82,6 +83,12 @@ enum {
   ROUTE_CHUNKS = 8,     // of 32 experts: maximum number to choose from
   ROUTE_MAX_PAIRS = 4096,
 };
+
+// Bytes of threadgroup memory of sampling_thresholds: sums of bins and of SIMD-groups in two words
+// each, and the round's result.
+constexpr int threshold_scratch() {
+  return (2 * THRESHOLD_THREADS + 2 * (THRESHOLD_THREADS / 32) + 4) * 4;
+}
 
 // Rows of the weight per SIMD-group of a product of `rows` rows: as many as fit in registers,
 // because they share each load of x.
@@ -201,6 +208,12 @@ struct DrawnToken {
   int token;
 };
 static_assert(sizeof(DrawnToken) == 8, "the same for every compiler");
+
+// Params of thresholds.h.
+struct ThresholdParams {
+  int vocab_size;
+};
+static_assert(sizeof(ThresholdParams) == 4, "the same for every compiler");
 
 // Params of layer.h. Chunks have 16 bytes; strides count elements between rows.
 struct NormParams {
@@ -424,6 +437,11 @@ static_assert(LORA_ROWS * LORA_COLUMNS == 32, "a sum for each lane");
 // Kernels of draw.h, besides merge_draws.
 #define PAGED_FOR_EACH_DRAW_KERNEL(X, dtype, type) X("draw_tokens_" #dtype, draw_tokens, type)
 #define PAGED_FOR_EACH_DRAW_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_DRAW_KERNEL, X)
+
+#define PAGED_FOR_EACH_THRESHOLD_KERNEL(X, dtype, type) \
+  X("sampling_thresholds_" #dtype, sampling_thresholds, type)
+#define PAGED_FOR_EACH_THRESHOLD_TEMPLATE(X) \
+  PAGED_FOR_EACH_DTYPE(PAGED_FOR_EACH_THRESHOLD_KERNEL, X)
 
 // Head dims of keys and values. 576 and 512: latent attention.
 #define PAGED_FOR_EACH_NARROW_DIM(X, ...) \

@@ -26,8 +26,8 @@ def reject_kernels(host_names: Iterable[str]) -> None:
 
     Calibration rejects kernels that are wrong, crash or are slower than another way on this
     machine. Attention then uses other kernels for the same rows. If none is left, and for writes,
-    copies, adapters, greedy tokens and masks, MLX's own operations take over (`plain_ops`). Steps
-    with such kernels do not compile as a whole.
+    copies, adapters, greedy tokens, thresholds and masks, MLX's own operations take over
+    (`plain_ops`). Steps with such kernels do not compile as a whole.
     """
     global rejected
     rejected = frozenset(host_names)

@@ -82,7 +82,7 @@ __all__ = [
     "max_shared_rows",
     "greedy_tokens",
     "draw_tokens",
-    "nucleus_thresholds",
+    "sampling_thresholds",
     "apply_token_bitmask",
     "pool_copies",
     # Parts of layers without a pool.
@@ -477,27 +477,40 @@ def draw_tokens(
     return ext.draw_tokens(logits, tokens, largest, temperature, keys, thresholds, stream=stream)
 
 
-def nucleus_thresholds(
+def sampling_thresholds(
     logits: mx.array,
+    largest: mx.array,
+    temperature: mx.array,
     floors: mx.array,
+    top_k: mx.array,
     top_p: mx.array,
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """top-p: the smallest logit of each row to keep. CPU only.
+    """min-p, then top-k, then top-p: the smallest scaled logit of each row to keep.
 
-    A logit is kept if the logits above it have less than `top_p` of the row's probability.
-    Probabilities are summed in float64. Equal logits are all kept or all dropped.
+    A scaled logit is ``(logit - largest) / temperature`` in float32. top-k keeps the `top_k`
+    largest of those at the floor or above, and logits equal to the last of them. Of these, top-p
+    keeps a logit if those above it have less than `top_p` of their probability. Equal logits are
+    all kept or all dropped. Probabilities are summed in float64 on a CPU, and as 64-bit integers in
+    units of 2^-40 on a GPU, so a row's result depends on nothing but the row.
 
     Args:
-        logits: ``[num_rows, vocab_size]`` float32; the maximum of each row must be 0.
-        floors: ``[num_rows]`` float32, at most 0; logits below the floor are ignored.
-        top_p: ``[num_rows]`` float32 in (0, 1).
+        logits: ``[num_rows, vocab_size]`` float32, float16 or bfloat16.
+        largest: ``[num_rows]`` float32, the maximum of each row.
+        temperature: ``[num_rows]`` float32, at least 1e-30 in rows with a filter.
+        floors: ``[num_rows]`` float32, at most 0: the logarithm of min_p; -inf keeps all.
+        top_k: ``[num_rows]`` int32; all if it is not in ``(0, vocab_size)``.
+        top_p: ``[num_rows]`` float32, above 0; all if it is at least 1.
 
     Returns:
-        ``[num_rows]`` float32; the floor if a row has a NaN.
+        ``[num_rows]`` float32; the floor if `largest` is not finite.
     """
-    return ext.nucleus_thresholds(logits, floors, top_p, stream=stream)
+    if f"sampling_thresholds_{kernels.DTYPE_NAMES.get(logits.dtype)}" in kernels.rejected:
+        return plain_ops.sampling_thresholds(logits, largest, temperature, floors, top_k, top_p)
+    return ext.sampling_thresholds(
+        logits, largest, temperature, floors, top_k, top_p, stream=stream
+    )
 
 
 def apply_token_bitmask(

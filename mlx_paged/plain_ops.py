@@ -171,6 +171,32 @@ def _categorical(logits: mx.array, key: mx.array) -> mx.array:
     return mx.random.categorical(logits, key=key)
 
 
+def sampling_thresholds(
+    logits: mx.array,
+    largest: mx.array,
+    temperature: mx.array,
+    floors: mx.array,
+    top_k: mx.array,
+    top_p: mx.array,
+) -> mx.array:
+    """See `ops.sampling_thresholds`. Sorts each row, and sums probabilities in float32."""
+    scaled = (logits.astype(mx.float32) - largest[:, None]) / temperature[:, None]
+    ordered = -mx.sort(-scaled, axis=-1)
+
+    def logit_at(place: mx.array) -> mx.array:
+        return mx.take_along_axis(ordered, mx.maximum(place, 0)[:, None], axis=-1).squeeze(1)
+
+    limited = (top_k > 0) & (top_k < logits.shape[1])
+    kth = logit_at(mx.where(limited, top_k - 1, 0))
+    kept = mx.where(limited, mx.maximum(floors, kth), floors)
+    inside = ordered >= kept[:, None]
+    mass = mx.where(inside, mx.exp(ordered), 0.0)
+    above = mx.cumsum(mass, axis=-1, inclusive=False)
+    inside &= above < (top_p * (above[:, -1] + mass[:, -1]))[:, None]
+    nucleus = logit_at(inside.sum(axis=-1) - 1)
+    return mx.where(top_p < 1, mx.maximum(nucleus, kept), kept)
+
+
 def apply_token_bitmask(logits: mx.array, bitmask: mx.array, rows: mx.array) -> mx.array:
     """See `ops.apply_token_bitmask`."""
     words = bitmask.view(mx.uint32)

@@ -265,6 +265,26 @@ void DrawTokens::eval_cpu(const Arrays& inputs, Arrays& out) {
   });
 }
 
+void SamplingThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  allocate(out[0]);
+  cpu::ThresholdArgs args{};
+  args.dtype = dtype_of(in[0].dtype());
+  args.logits = in[0].data<void>();
+  args.largest = in[1].data<float>();
+  args.temperature = in[2].data<float>();
+  args.floors = in[3].data<float>();
+  args.top_k = in[4].data<int32_t>();
+  args.top_p = in[5].data<float>();
+  args.thresholds = out[0].data<float>();
+  args.size = in[0].shape(1);
+  constexpr int64_t kBytesLikeOneLogit = 64;  // as slow as three passes over a logit
+  cpu::dispatch_ranges(
+      encoder, out, cpu::kernels().layer.thresholds, args, in[0].shape(0),
+      args.size * kBytesLikeOneLogit);
+}
+
 namespace {
 
 // `size` numbers of 16 bits in float32, and back.

@@ -142,20 +142,4 @@ void SiluMul::eval_cpu(const Arrays& inputs, Arrays& out) {
   cpu::dispatch_ranges(encoder, out, cpu::kernels().layer.silu_mul, args, size, bytes);
 }
 
-void NucleusThresholds::eval_cpu(const Arrays& inputs, Arrays& out) {
-  auto& encoder = mx::cpu::get_command_encoder(stream());
-  auto in = cpu::dense_inputs(inputs, 0, encoder);
-  allocate(out[0]);
-  cpu::NucleusArgs args{};
-  args.logits = in[0].data<float>();
-  args.floors = in[1].data<float>();
-  args.top_p = in[2].data<float>();
-  args.thresholds = out[0].data<float>();
-  args.size = in[0].shape(1);
-  constexpr int64_t kBytesLikeOneLogit = 64;  // as slow as three passes over a logit
-  cpu::dispatch_ranges(
-      encoder, out, cpu::kernels().layer.nucleus, args, in[0].shape(0),
-      args.size * kBytesLikeOneLogit);
-}
-
 }  // namespace mlx_paged

@@ -10,9 +10,9 @@
 #include "integers_tile_kernel.h"
 #include "kernels.h"
 #include "layer_kernel.h"
-#include "nucleus_kernel.h"
 #include "pool_kernel.h"
 #include "product_kernel.h"
+#include "threshold_kernel.h"
 
 namespace mlx_paged::cpu {
 
@@ -22,7 +22,7 @@ const Kernels MLX_PAGED_KERNELS = {
     {MLX_PAGED_ISA::quantise, MLX_PAGED_ISA::dequantise},
     {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul,
      MLX_PAGED_ISA::layer_norm, MLX_PAGED_ISA::gelu, MLX_PAGED_ISA::clipped_swiglu,
-     MLX_PAGED_ISA::greedy, MLX_PAGED_ISA::draw, MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::nucleus,
+     MLX_PAGED_ISA::greedy, MLX_PAGED_ISA::draw, MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::thresholds,
      MLX_PAGED_ISA::lora_down, MLX_PAGED_ISA::lora_up},
     {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMaxProductRows,
      MLX_PAGED_ISA::kMaxPackedRows},

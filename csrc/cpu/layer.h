@@ -105,11 +105,16 @@ struct BitmaskArgs {
   int64_t size;
 };
 
-struct NucleusArgs {
-  const float* logits;  // [num_rows, size]; each row's largest is 0
-  const float* floors;  // [num_rows]: smaller logits do not count
-  const float* top_p;   // [num_rows], below 1
-  float* thresholds;    // [num_rows]
+// A row's logits are scaled to (logit - largest) / temperature.
+struct ThresholdArgs {
+  DType dtype;
+  const void* logits;        // [num_rows, size]
+  const float* largest;      // [num_rows]
+  const float* temperature;  // [num_rows]
+  const float* floors;       // [num_rows]: smaller scaled logits do not count
+  const int32_t* top_k;      // [num_rows]: no limit if not in (0, size)
+  const float* top_p;        // [num_rows]: no limit if at least 1
+  float* thresholds;         // [num_rows]
   int64_t size;
 };
 
@@ -145,7 +150,7 @@ struct LayerKernels {
   void (*greedy)(const GreedyArgs& args, int64_t begin, int64_t end);
   void (*draw)(const DrawArgs& args, int64_t begin, int64_t end);
   void (*bitmask)(const BitmaskArgs& args, int64_t begin, int64_t end);
-  void (*nucleus)(const NucleusArgs& args, int64_t begin, int64_t end);
+  void (*thresholds)(const ThresholdArgs& args, int64_t begin, int64_t end);
   void (*lora_down)(const LoraArgs& args, int64_t begin, int64_t end);  // columns of hidden
   void (*lora_up)(const LoraArgs& args, int64_t begin, int64_t end);    // columns of out
 };

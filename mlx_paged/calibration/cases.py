@@ -123,6 +123,7 @@ def _data_checks(needs: Needs) -> Iterator[str]:
     for dtype in dict.fromkeys((needs.dtype, "float32")):
         yield f"greedy/{dtype}"
         yield f"draw/{dtype}"
+        yield f"thresholds/{dtype}"
         yield f"bitmask/{dtype}"
         yield f"strided/{dtype}"
     yield f"lora/{needs.dtype}"

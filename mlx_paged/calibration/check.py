@@ -341,6 +341,23 @@ def draw(dtype: str) -> None:
     _same(ops.draw_tokens(*settings), plain_ops.draw_tokens(*settings), "tokens")
 
 
+def thresholds(dtype: str) -> None:
+    """Checks min-p, top-k and top-p."""
+    announce([f"sampling_thresholds_{dtype}"])
+    logits = _normal(np.random.default_rng(0), 5, 3000, dtype=getattr(mx, dtype))
+    logits[4, ::2] = -mx.inf
+    settings = (
+        mx.array([1.0, 0.7, 0.7, 1.5, 1.0]),  # temperatures
+        mx.array([-mx.inf, -mx.inf, -mx.inf, -2.0, -mx.inf]),  # logarithms of min_p
+        mx.array([0, 20, 20, 3000, 2000], mx.int32),
+        mx.array([0.9, 1.0, 0.8, 0.5, 1.0]),
+    )
+    largest = logits.max(axis=-1).astype(mx.float32)
+    expected = plain_ops.sampling_thresholds(logits, largest, *settings)
+    mx.eval(expected)
+    _same(ops.sampling_thresholds(logits, largest, *settings), expected, "thresholds")
+
+
 def bitmask(dtype: str) -> None:
     """Checks masks of tokens."""
     announce([f"apply_token_bitmask_{8 * getattr(mx, dtype).size}"])
@@ -669,7 +686,7 @@ class _Experts:
 CHECKS: dict[str, Callable[..., None]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        attention, merge, uncovered, pool, blocks, strided, lora, greedy, bitmask,
+        attention, merge, uncovered, pool, blocks, strided, lora, greedy, thresholds, bitmask,
         norm, silu, rows, product, tensor_product, lookup, heads, experts,
     )
 }  # fmt: skip

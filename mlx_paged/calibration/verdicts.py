@@ -25,7 +25,10 @@ from mlx_paged.kernels import AllowedProduct, AttentionLayer
 _MARGIN = 1.1
 # Kernels that run without calibration, because nothing else could do their work as fast. All others
 # are parts of whole steps, and run only when they have been proven.
-_ALWAYS = ("data.h", "greedy.h", "draw.h", "lora.h", "quantised_pool.h", "paged_")
+_ALWAYS = (
+    *("data.h", "greedy.h", "draw.h", "lora.h", "quantised_pool.h", "thresholds.h"),
+    "paged_",
+)
 # Kernels without a substitute.
 _INDISPENSABLE = ("copy_strided", "fill_zero", "quantise_kv", "gather_quantised", "rotate_queries")
 

@@ -274,19 +274,27 @@ def _draw_tokens(data: Data) -> None:
     data.same(out, np.where(is_drawn, drawn, greedy).astype(np.float64), "tokens")
 
 
-def _nucleus_thresholds(data: Data) -> None:
-    logits = exact(data.normal(4, 200)) * 2
-    logits -= logits.max(axis=-1, keepdims=True)
-    logits = logits.astype(np.float32).astype(np.float64)
-    top_p = np.array([0.1, 0.5, 0.9, 0.999])
-    down = -np.sort(-logits, axis=-1)
-    shares = np.exp(down) / np.exp(down).sum(axis=-1, keepdims=True)
-    kept = (np.cumsum(shares, axis=-1) - shares < top_p[:, None]).sum(axis=-1)
-    floors = mx.full((4,), -1000.0)
-    out = ops.nucleus_thresholds(
-        mx.array(logits.astype(np.float32)), floors, mx.array(top_p.astype(np.float32))
+def _sampling_thresholds(data: Data) -> None:
+    logits = exact(data.normal(5, 200)).astype(np.float32)
+    largest = logits.max(axis=-1)
+    temperature = np.array([0.5, 1.0, 0.7, 1.0, 2.0], dtype=np.float32)
+    top_k = np.array([0, 200, 7, 60, 1], dtype=np.int32)
+    top_p = np.array([0.1, 0.5, 1.0, 0.9, 0.9], dtype=np.float32)
+    down = -np.sort((largest[:, None] - logits) / temperature[:, None], axis=-1)
+    last = np.where((top_k > 0) & (top_k < 200), top_k, 200)[:, None] - 1
+    # Numbers in 16 bits are often equal, and then kept together.
+    mass = np.exp(down.astype(np.float64)) * (down >= np.take_along_axis(down, last, axis=-1))
+    above = np.cumsum(mass, axis=-1) - mass
+    inside = (above < top_p[:, None] * mass.sum(axis=-1, keepdims=True)) & (mass > 0)
+    out = ops.sampling_thresholds(
+        mx.array(logits).astype(data.dtype),
+        mx.array(largest),
+        mx.array(temperature),
+        mx.full((5,), -1000.0),
+        mx.array(top_k),
+        mx.array(top_p),
     )
-    data.same(out, down[np.arange(4), kept - 1], "thresholds")
+    data.same(out, np.where(inside, down, 0).min(axis=-1).astype(np.float64), "thresholds")
 
 
 def _apply_token_bitmask(data: Data) -> None:
@@ -384,7 +392,7 @@ CASES: dict[str, Case] = {
     "clipped_swiglu": Case(_clipped_swiglu),
     "greedy_tokens": Case(_greedy_tokens, gpu_dtypes=DTYPES),
     "draw_tokens": Case(_draw_tokens, gpu_dtypes=DTYPES),
-    "nucleus_thresholds": Case(_nucleus_thresholds, dtypes=("float32",)),
+    "sampling_thresholds": Case(_sampling_thresholds, gpu_dtypes=DTYPES),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
     # Not in float32 on a GPU: MLX's own op runs there, and may round to TF32.
     "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),

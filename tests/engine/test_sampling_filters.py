@@ -11,14 +11,7 @@ import pytest
 from mlx_lm import sample_utils
 
 from mlx_paged import ops
-from mlx_paged.engine.sampling import sampler as sampler_module
-from mlx_paged.engine.sampling.sampler import (
-    SamplingMetadata,
-    SamplingRow,
-    filter_thresholds,
-    sample,
-)
-from mlx_paged.platform import Platform
+from mlx_paged.engine.sampling.sampler import SamplingMetadata, SamplingRow, filters_of, sample
 
 VOCAB_SIZE = 200
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -35,17 +28,14 @@ def logits_of(num_rows: int, rng: np.random.Generator, scale: float = 3.0) -> np
     return logits - logits.max(axis=1, keepdims=True)
 
 
-def thresholds_of(logits: np.ndarray, rows: list[SamplingRow]) -> np.ndarray | None:
-    """Of rows whose largest logit is 0."""
-    settings = SamplingMetadata.of(rows), Platform.current()
-    found = filter_thresholds(mx.array(logits), mx.zeros(len(rows)), *settings)
-    return None if found is None else np.array(found)
-
-
 def kept_by_ours(logits: np.ndarray, rows: list[SamplingRow]) -> np.ndarray:
-    thresholds = thresholds_of(logits, rows)
+    filters = filters_of(SamplingMetadata.of(rows), logits.shape[1])
     kept = logits > -np.inf
-    return kept if thresholds is None else kept & (logits >= thresholds[:, None])
+    if not filters:
+        return kept
+    columns = mx.zeros(len(rows)), mx.ones(len(rows)), *map(mx.array, filters)
+    thresholds = np.array(ops.sampling_thresholds(mx.array(logits), *columns))
+    return kept & (logits >= thresholds[:, None])
 
 
 def kept_by_reference(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
@@ -166,52 +156,6 @@ def test_a_rows_filter_does_not_depend_on_its_batch(rng: np.random.Generator) ->
         np.testing.assert_array_equal(together[i], alone[0])
 
 
-def nucleus_in_float64(logits: np.ndarray, top_p: float, floor: float) -> float:
-    """The least logit that stays, of one row."""
-    values, counts = np.unique(logits[logits >= floor].astype(np.float64), return_counts=True)
-    masses = (np.exp(values) * counts)[::-1]
-    above = np.cumsum(masses) - masses
-    return values[::-1][(above < top_p * masses.sum()) & (masses > 0)].min()
-
-
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 40.0])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_the_nucleus_of_a_large_vocabulary_is_exact(
-    rng: np.random.Generator, dtype: type, scale: float
-) -> None:
-    """Edges that a float32 sum would lose, and half of the logits equal."""
-    logits = (rng.normal(size=(12, 100_003)) * scale).astype(dtype).astype(np.float32)
-    logits[::2, ::3] = -np.inf
-    logits -= logits.max(axis=1, keepdims=True)
-    logits[0, 1], logits[1, 1] = 0.0, -0.0
-    top_p = np.resize(np.float32([1e-6, 0.3, 0.9, 0.999]), 12)
-    floors = np.where(np.arange(12) < 6, -np.inf, -2.5).astype(np.float32)
-    found = np.array(ops.nucleus_thresholds(*map(mx.array, (logits, floors, top_p)), stream=mx.cpu))
-    for i in range(12):
-        least = nucleus_in_float64(logits[i], float(top_p[i]), float(floors[i]))
-        assert (logits[i] >= found[i]).sum() == (logits[i] >= least).sum(), (i, found[i], least)
-
-
-def test_a_nucleus_of_nans_ends() -> None:
-    logits = np.zeros((3, 40), np.float32)
-    logits[0] = np.nan
-    logits[1, 5:] = np.nan
-    floors, top_p = np.full(3, -1.0, np.float32), np.full(3, 0.5, np.float32)
-    found = ops.nucleus_thresholds(*map(mx.array, (logits, floors, top_p)), stream=mx.cpu)
-    assert np.array(found).tolist() == [-1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_p": 0.6, "min_p": 0.01}], ids=str)
-def test_a_nucleus_without_top_k_is_that_of_the_sorted_row(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, filters: dict
-) -> None:
-    logits = logits_of(200, rng)
-    rows = [row_of(**filters)] * 200
-    found = thresholds_of(logits, rows)
-    monkeypatch.setattr(sampler_module, "_of_the_nucleus", sampler_module._of_all_in_order)
-    np.testing.assert_array_equal(found, thresholds_of(logits, rows))
-
-
 def test_banned_tokens_are_no_part_of_a_filter(rng: np.random.Generator) -> None:
     logits = logits_of(3, rng)
     logits[:, ::2] = -np.inf
@@ -225,11 +169,11 @@ def test_banned_tokens_are_no_part_of_a_filter(rng: np.random.Generator) -> None
         )
 
 
-def test_without_filters_nothing_is_computed(rng: np.random.Generator) -> None:
-    logits = logits_of(4, rng)
-    assert thresholds_of(logits, [row_of(top_k=k) for k in (0, -1, 200, 999)]) is None
+def test_without_filters_nothing_is_computed() -> None:
+    rows = [row_of(top_k=k) for k in (0, -1, 200, 999)]
+    assert not filters_of(SamplingMetadata.of(rows), VOCAB_SIZE)
     greedy = [row_of(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1)] * 4
-    assert thresholds_of(logits, greedy) is None, "greedy rows have no filters"
+    assert not filters_of(SamplingMetadata.of(greedy), VOCAB_SIZE), "greedy rows have no filters"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +183,7 @@ def test_without_filters_nothing_is_computed(rng: np.random.Generator) -> None:
         {"top_p": 0.8},
         {"min_p": 0.1},
         {"top_k": 12, "top_p": 0.9, "min_p": 0.02},
-        {"top_k": 40, "top_p": 0.7},  # by the whole order, not by a partition
+        {"top_k": 40, "top_p": 0.7},
     ],
     ids=str,
 )

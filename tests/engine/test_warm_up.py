@@ -245,7 +245,7 @@ def test_the_sampler_is_prepared_for_all_settings(
     """No request is the first for which MLX compiles an operation of the sampler."""
     called: set[str] = set()
     for module, name in (
-        *((sampler, name) for name in ("_draw", "filter_thresholds", "_of_the_largest")),
+        *((sampler, name) for name in ("_draw", "filters_of")),
         *((logits_processors, name) for name in ("_add", "_penalize", "_apply_masks")),
         (runner, "logprobs_of"),
     ):
@@ -260,7 +260,7 @@ def test_the_sampler_is_prepared_for_all_settings(
     with caplog.at_level(logging.WARNING):
         LLM(embedded_twin(), **SMALL, max_num_seqs=2)
     assert "could not be prepared" not in caplog.text
-    assert len(called) == 7, called
+    assert len(called) == 6, called
 
 
 def test_the_adapter_of_all_requests_is_in_the_steps(

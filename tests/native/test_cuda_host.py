@@ -157,6 +157,12 @@ def test_norms_in_the_order_of_codes(tmp_path) -> None:
 
 
 @needs_nvcc
+def test_thresholds(tmp_path) -> None:
+    folders = [CUDA / "kernels", CUDA / "msl", ROOT / "metal"]
+    assert compared(compiled(tmp_path, "thresholds", includes=folders)) == 24
+
+
+@needs_nvcc
 def test_adapters_in_the_order_of_codes(tmp_path) -> None:
     folders = [CUDA / "kernels", CUDA / "msl", ROOT / "metal"]
     assert compared(compiled(tmp_path, "lora", includes=folders)) > 80_000

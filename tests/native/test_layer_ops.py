@@ -310,6 +310,16 @@ def test_an_input_that_is_still_needed_is_left_alone(rng) -> None:
 # --- Refusals -------------------------------------------------------------------------------------
 
 ROTATIONS = ops.rope_rotations(mx.arange(3), mx.ones((8,)), stream=mx.cpu)
+
+
+def thresholds(logits: mx.array | None = None, **given: mx.array) -> mx.array:
+    """Valid arguments, except for the given ones."""
+    columns = {name: mx.zeros(3) for name in ("largest", "temperature", "floors", "top_p")}
+    columns["top_k"] = mx.zeros(3, mx.int32)
+    logits = mx.zeros((3, 8)) if logits is None else logits
+    return ops.sampling_thresholds(logits, **{**columns, **given})
+
+
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "layer_norm's weight": (
         lambda: ops.layer_norm(mx.zeros((2, 8)), mx.ones((7,)), None, 1e-5),
@@ -387,17 +397,33 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ops.greedy_tokens(mx.zeros((3, 8), mx.int32)),
         "[greedy_tokens] logits must be float32, float16 or bfloat16 but got int32",
     ),
-    "logits of a nucleus": (
-        lambda: ops.nucleus_thresholds(mx.zeros((3, 8), mx.float16), mx.zeros(3), mx.zeros(3)),
-        "[nucleus_thresholds] logits must be float32 but got float16",
+    "scaled logits": (
+        lambda: thresholds(logits=mx.zeros((3, 8), mx.int32)),
+        "[sampling_thresholds] logits must be float32, float16 or bfloat16 but got int32",
+    ),
+    "no vocabulary": (
+        lambda: thresholds(logits=mx.zeros((3, 0))),
+        "[sampling_thresholds] vocab_size must be in [1, 8388608] but got 0",
+    ),
+    "largest": (
+        lambda: thresholds(largest=mx.zeros(3, mx.float16)),
+        "[sampling_thresholds] largest must be float32 but got float16",
+    ),
+    "temperature": (
+        lambda: thresholds(temperature=mx.zeros((3, 1))),
+        "[sampling_thresholds] temperature must be of shape (3) but got (3,1)",
     ),
     "floors": (
-        lambda: ops.nucleus_thresholds(mx.zeros((3, 8)), mx.zeros(2), mx.zeros(3)),
-        "[nucleus_thresholds] floors must be of shape (3) but got (2)",
+        lambda: thresholds(floors=mx.zeros(2)),
+        "[sampling_thresholds] floors must be of shape (3) but got (2)",
+    ),
+    "top_k": (
+        lambda: thresholds(top_k=mx.zeros(3)),
+        "[sampling_thresholds] top_k must be int32 but got float32",
     ),
     "top_p": (
-        lambda: ops.nucleus_thresholds(mx.zeros((3, 8)), mx.zeros(3), mx.zeros(3, mx.float16)),
-        "[nucleus_thresholds] top_p must be float32 like logits but got float16",
+        lambda: thresholds(top_p=mx.zeros(3, mx.float16)),
+        "[sampling_thresholds] top_p must be float32 but got float16",
     ),
     "k": (
         lambda: ops.linear(mx.zeros((3, 7)), mx.zeros((4, 8))),

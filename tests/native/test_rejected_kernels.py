@@ -142,6 +142,8 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
     keys = mx.array(rng.integers(0, 1 << 31, (3, 2)).astype(np.uint32))
     words = mx.array(rng.integers(0, 1 << 31, (2, 4), dtype=np.int64).astype(np.int32))
     slots = mx.array([-1, 17, 18], mx.int32)
+    settings = mx.array([1.0, 0.5, 2.0]), mx.array([-mx.inf, -2.0, -mx.inf]), mx.array([5, 0, 30])
+    settings = *settings, mx.array([1.0, 0.9, 0.8])  # temperature, floors, top_k, top_p
     mx.eval(pools, rows, logits, words)
 
     def all_of_them() -> list[np.ndarray]:
@@ -154,6 +156,7 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
             *ops.gather_kv(*pools, plan.block_tables, plan.context_lens, 45),
             *greedy,
             ops.draw_tokens(logits, *greedy[:2], mx.array([1.0, 0, 2]), keys, -3 * mx.ones(3)),
+            ops.sampling_thresholds(logits, logits.max(axis=-1), *settings),
             ops.apply_token_bitmask(logits + 0, words, mx.array([2, 0], mx.int32)),
         ]
         mx.eval(outputs)
@@ -161,6 +164,7 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
 
     names = ["write_kv", "copy_blocks", "gather_kv", "greedy_tokens_float32"]
     names += ["apply_token_bitmask_32", "draw_tokens_float32", "merge_draws"]
+    names.append("sampling_thresholds_float32")
     with simulated():
         expected = all_of_them()
         assert {launch["kernel"] for launch in launches()} == set(names)

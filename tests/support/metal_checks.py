@@ -884,6 +884,42 @@ def draws(library: SimLibrary) -> None:
 
 
 @check
+def thresholds(library: SimLibrary) -> None:
+    """Filters alone and together. Peaked and flat rows, whose thresholds lie in the first and the
+    last bins as well as between, and a row whose logits lie at the edges of bins and beside."""
+    rng = np.random.default_rng(0)
+    min_p, top_k, top_p = map(np.float32, zip(*THRESHOLDS, strict=True))
+    with np.errstate(divide="ignore"):
+        floors = np.log(min_p)
+    scales = np.resize([2.0, 0.001, 40.0], len(THRESHOLDS))[:, None]
+    temperature = mx.array(np.resize(np.float32([1.0, 0.7, 1.3, 0.5]), len(THRESHOLDS)))
+    for dtype, size in ((mx.float32, 1100), (mx.bfloat16, 777)):
+        values = rng.standard_normal((len(THRESHOLDS), size)).astype(np.float32) * scales
+        edges = np.float32(np.arange(size) // 3) / -32
+        values[0] = np.nextafter(edges, np.arange(size) % 3 * edges, dtype=np.float32)
+        values[:, ::5] = -np.inf
+        values[-1, 3] = np.nan
+        logits = mx.array(values.astype(np.float32)).astype(dtype)
+        columns = [temperature, mx.array(floors), mx.array(top_k.astype(np.int32)), mx.array(top_p)]
+        largest = mx.array(to_numpy(logits).max(axis=1).astype(np.float32))
+        expected = plain_ops.sampling_thresholds(logits, largest, *columns)
+        mx.eval(largest, columns, expected)
+        with simulated(library):
+            found = ops.sampling_thresholds(logits, largest, *columns)
+            mx.eval(found)
+        numbers = ~np.isnan(np.array(largest))
+        np.testing.assert_array_equal(np.array(found)[numbers], np.array(expected)[numbers])
+        np.testing.assert_array_equal(np.array(found)[~numbers], floors[~numbers])
+
+
+# min_p, top_k and top_p of a row each.
+THRESHOLDS = [
+    (0, 299, 0.9999), (0, 20, 1), (0, 20, 0.9), (0.1, 300, 0.5), (0, 1, 0.5), (0.5, 0, 1),
+    (0, 0, 0.999), (0, 0, 1e-30), (0, 700, 1), (0, 0, 0.95), (0.02, 600, 0.8), (0.5, 9, 0.5),
+]  # fmt: skip
+
+
+@check
 def heads(library: SimLibrary) -> None:
     """Queries are visible only through attention, so its keys must differ: with identical keys, the
     result would not depend on the queries."""

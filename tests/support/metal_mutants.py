@@ -17,6 +17,7 @@ ROWS, WEIGHTS, PRODUCTS = "few_rows.h", "quantized_weights.h", "products.h"
 CODES, QUANTISED, LAYOUT = "pool_codes.h", "quantised_pool.h", "pool_layout.h"
 GREEDY, FIRST = "greedy.h", "first_maximum.h"
 DRAW, THREEFRY = "draw.h", "threefry.h"
+LOGITS, THRESHOLDS = "logit_row.h", "thresholds.h"
 LORA = "lora.h"
 EXPERTS = "experts.h"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -357,7 +358,7 @@ MUTANTS = [
     _mutant(FIRST, "(other == value && other_place < place)", "false", "any of equals", "greedy"),
     _mutant(GREEDY, "has_nan |= other_has_nan;", "", "NaNs of another lane", "greedy"),
     _mutant(GREEDY, "for (int i = 1; i < num_parts; i++) {", "for (int i = 1; i < 1; i++) {", "the first SIMD-group alone", "greedy"),
-    _mutant(GREEDY, "first += AT_ONCE * threads", "first += 2 * AT_ONCE * threads", "every second round of chunks", "greedy"),
+    _mutant(LOGITS, "first += AT_ONCE * threads", "first += 2 * AT_ONCE * threads", "every second round of chunks", "greedy"),
     _mutant(GREEDY, "first.place < params.vocab_size ? first.place : 0", "first.place", "a token past the last", "greedy"),
     _mutant(GREEDY, "!best.has_nan && first.value > -INFINITY && first.value < INFINITY", "!best.has_nan && first.value > -INFINITY", "an infinity is reported", "greedy"),
     _mutant(GREEDY, "  threadgroup_barrier(mem_flags::mem_threadgroup);\n", "", "parts are read before they are written", "greedy"),
@@ -371,4 +372,21 @@ MUTANTS = [
     _mutant(DRAW, "for (int part = int(lane); part < params.num_parts; part += 32) {", "for (int part = int(lane); part < 32; part += 32) {", "the first parts alone", "draws"),
     _mutant(DRAW, "best.value > -INFINITY ? best.place : greedy[row]", "best.place", "greedy rows have no token", "draws"),
     _mutant(DRAW, "pair < draw.num_pairs ? float(second[pair]) : -INFINITY", "float(second[pair])", "a logit past the row", "draws"),
+    # Thresholds
+    _mutant(THRESHOLDS, "return key >= first && key <= last;", "return key <= last;", "logits above the interval are counted twice", "thresholds"),
+    _mutant(THRESHOLDS, "return key >= first && key <= last;", "return key >= first;", "logits below the floor or the k-th count", "thresholds"),
+    _mutant(THRESHOLDS, "logit_of(bins.first) * 0.999999f", "logit_of(bins.first) * 1.001f", "the first logits of a bin are skipped", "thresholds"),
+    _mutant(THRESHOLDS, "logit_of(bins.last) * 1.000001f", "logit_of(bins.last) * 0.999f", "the last logits of a bin are skipped", "thresholds"),
+    _mutant(THRESHOLDS, "bin + 1 < THRESHOLD_THREADS ? key_of(float(bin + 1) / 32.0f) - 1 : last", "key_of(float(bin + 1) / 32.0f) - 1", "the last bin ends at 32", "thresholds"),
+    _mutant(THRESHOLDS, ">= THRESHOLD_THREADS) {\n      bins.shift++;", ">= 2 * THRESHOLD_THREADS) {\n      bins.shift++;", "more bins than there are", "thresholds"),
+    _mutant(THRESHOLDS, "uint carry = before + low_word < before ? 1 : 0;", "uint carry = 0;", "carries are lost", "thresholds"),
+    _mutant(THRESHOLDS, "end += above + shuffle", "end += shuffle", "the weight above the interval is forgotten", "thresholds"),
+    _mutant(THRESHOLDS, "if (bins.shift < 0) {\n        limit", "{\n        limit", "a share of each round's sum", "thresholds"),
+    _mutant(THRESHOLDS, "end >= limit && end - own < limit", "end > limit && end - own <= limit", "those above have all of top_p", "thresholds"),
+    _mutant(THRESHOLDS, "groups_end - group, simd_id", "groups_end, simd_id", "a SIMD-group's own sum is before it", "thresholds"),
+    _mutant(THRESHOLDS, "      last = key;\n", "", "top_p of all logits", "thresholds"),
+    _mutant(THRESHOLDS, f"      {BARRIER}\n      BinAdder", "      BinAdder", "sums are cleared late", "thresholds"),
+    _mutant(THRESHOLDS, f"      {BARRIER}\n\n      ulong own", "      ulong own", "sums are read early", "thresholds"),
+    _mutant(THRESHOLDS, f"      {BARRIER}\n      ulong group =", "      ulong group =", "sums of SIMD-groups are read early", "thresholds"),
+    _mutant(THRESHOLDS, f"      {BARRIER}\n      uint bin =", "      uint bin =", "the bin is read early", "thresholds"),
 ]  # fmt: skip

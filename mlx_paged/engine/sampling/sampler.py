@@ -1,15 +1,15 @@
 """Chooses the next token of every row of logits in one vectorized computation.
 
 top-k, top-p and min-p each keep the tokens above a threshold, so the largest threshold replaces all
-three. Tokens with equal logits are kept or dropped together. That makes a row's choice independent
-of its batch, because a partition breaks ties arbitrarily and half-precision models have many.
+three. Tokens with equal logits are kept or dropped together. Half-precision models have many of
+them, and breaking ties would make a row's choice depend on the order of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +24,6 @@ from mlx_paged.platform import Platform
 # A lower temperature is greedy, as in vLLM: dividing by it may overflow, and makes no difference
 # otherwise.
 _GREEDY_BELOW = 1e-5
-# Up to this share of the vocabulary, a partition and a small sort are faster than a full sort.
-_PARTITION_SHARE = 8
 _MIN_TOP_P = np.finfo(np.float32).tiny
 
 UIntArray = npt.NDArray[np.uint32]
@@ -172,7 +170,7 @@ def sample(
     found = _greedy(logits, platform) if greedy is None else Sampled(*greedy)
     if not len(rows.drawn):
         return found
-    return Sampled(_draw(logits, found, rows, platform), found.largest)
+    return Sampled(_draw(logits, found, rows), found.largest)
 
 
 def largest_of(logits: mx.array, platform: Platform) -> mx.array:
@@ -184,116 +182,34 @@ def _greedy(logits: mx.array, platform: Platform) -> Sampled:
     # MLX's own logsumexp is a scalar loop on a CPU, and several kernels on a GPU.
     if platform.on_cpu or platform.has_cuda:
         return Sampled(*ops.greedy_tokens(logits))
-    # Filters that no row uses are not computed.
     return Sampled(mx.argmax(logits, axis=-1).astype(mx.int32), logits.max(axis=-1))
 
 
-def _draw(
-    logits: mx.array, greedy: Sampled, rows: SamplingMetadata, platform: Platform
-) -> mx.array:
+def _draw(logits: mx.array, greedy: Sampled, rows: SamplingMetadata) -> mx.array:
     keys = rows.key.copy()
     keys[:, 1] ^= rows.position
-    largest = greedy.largest.astype(mx.float32)
-    thresholds = filter_thresholds(logits, largest, rows, platform)
-    temperature, on_device, none = ops.upload(
-        rows.drawn_temperature(), keys, np.full(len(rows), -np.inf, np.float32)
+    temperature, on_device, thresholds, *filters = ops.upload(
+        rows.drawn_temperature(),
+        keys,
+        np.full(len(rows), -np.inf, np.float32),
+        *filters_of(rows, logits.shape[1]),
     )
-    if thresholds is None:
-        thresholds = none
+    largest = greedy.largest.astype(mx.float32)
+    if filters:
+        thresholds = ops.sampling_thresholds(logits, largest, temperature, *filters)
     return ops.draw_tokens(logits, greedy.tokens, largest, temperature, on_device, thresholds)
 
 
-def filter_thresholds(
-    logits: mx.array,
-    largest: mx.array,
-    rows: SamplingMetadata,
-    platform: Platform,
-) -> mx.array | None:
-    """Returns the smallest scaled logit of each row that may be drawn, or None without filters.
+def filters_of(rows: SamplingMetadata, vocab_size: int) -> tuple[npt.NDArray[Any], ...]:
+    """Returns the floors, top_k and top_p of `ops.sampling_thresholds`; nothing if none filters.
 
-    min_p comes first, then top_k, then top_p on the renormalized rest, as in vLLM. Greedy rows have
-    no filters.
-
-    Args:
-        logits: ``[num_rows, vocab_size]``.
-        largest: ``[num_rows]`` float32: the largest logit of each row.
-        rows: One for each row of `logits`.
-        platform: The device.
-
-    Returns:
-        ``[num_rows]`` float32, on the scale of ``(logit - largest) / temperature``.
+    Greedy rows have no filters.
     """
-    vocab_size = logits.shape[1]
-    with np.errstate(divide="ignore"):
-        floor = np.log(rows.min_p)
-    # A row's code path depends on its own settings alone, or its batch would change its rounding.
     is_drawn = rows.drawn_temperature() > 0
-    is_limited = is_drawn & (rows.top_k > 0) & (rows.top_k < vocab_size)
-    is_few = is_limited & (rows.top_k <= vocab_size // _PARTITION_SHARE)
-    # Without a top_k, a CPU need not sort; MLX's sort there is a scalar loop.
-    is_nucleus = is_drawn & ~is_limited & (rows.top_p < 1) & platform.on_cpu
-    is_many = is_drawn & ~is_few & ~is_nucleus & ((rows.top_p < 1) | is_limited)
-    ways = (
-        (is_few, _of_the_largest),
-        (is_nucleus, _of_the_nucleus),
-        (is_many, _of_all_in_order),
-    )
-    if not any(members.any() for members, _ in ways) and np.isneginf(floor[rows.drawn]).all():
-        return None
-    thresholds = mx.array(floor)
-    for members, way in ways:
-        group = np.flatnonzero(members)
-        if len(group) == len(rows):
-            thresholds = way(_scaled(logits, largest, rows), rows, floor)
-        elif len(group):
-            at = mx.array(group.astype(np.int32))
-            own = rows.only(group)
-            thresholds[at] = way(_scaled(logits[at], largest[at], own), own, floor[group])
-    return thresholds
-
-
-def _scaled(logits: mx.array, largest: mx.array, rows: SamplingMetadata) -> mx.array:
-    # The largest becomes 0: the filters then need no other reduction to get probabilities.
-    [temperature] = ops.upload(rows.temperature)
-    return (logits.astype(mx.float32) - largest[:, None]) / temperature[:, None]
-
-
-def _of_the_largest(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
-    return _thresholds(logits, rows, floor, int(rows.top_k.max()))
-
-
-def _of_all_in_order(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
-    return _thresholds(logits, rows, floor, logits.shape[1])
-
-
-def _of_the_nucleus(logits: mx.array, rows: SamplingMetadata, floor: FloatArray) -> mx.array:
-    return ops.nucleus_thresholds(logits, mx.array(floor), mx.array(rows.top_p))
-
-
-def _thresholds(x: mx.array, rows: SamplingMetadata, floors: FloatArray, largest: int) -> mx.array:
-    """Returns the smallest logit to keep ``[num_rows]``, from each row's `largest` tokens."""
-    num_rows, vocab_size = x.shape
-    ordered = -mx.sort(-(mx.topk(x, largest) if largest < vocab_size else x), axis=-1)
-    floor = mx.array(floors)
-    kth = mx.full((num_rows,), -mx.inf)
-    limited = (rows.top_k > 0) & (rows.top_k < vocab_size)
-    if limited.any():
-        last = mx.array(np.where(limited, rows.top_k - 1, 0).astype(np.int32))
-        kth = mx.take_along_axis(ordered, last[:, None], axis=-1).squeeze(1)
-        kth = mx.where(mx.array(limited), kth, -mx.inf)
-    kept = mx.maximum(floor, kth)
-    if (rows.top_p == 1).all():
-        return kept
-    # The probability mass above each token. Ties with the k-th token are counted in the whole row,
-    # because the number of them among the `largest` depends on the other rows.
-    above_kth = (ordered >= kept[:, None]) & (ordered > kth[:, None])
-    mass = mx.cumsum(mx.where(above_kth, mx.exp(ordered), 0.0), axis=-1)
-    mass_above = mx.concatenate([mx.zeros((num_rows, 1)), mass[:, :-1]], axis=-1)
-    num_ties = (x == kth[:, None]).sum(axis=-1)
-    ties = mx.where(kth >= floor, num_ties * mx.exp(kth), 0.0)
-    top_p = mx.array(rows.top_p)
-    wanted = top_p * (mass[:, -1] + ties)
-    inside = (mass_above < wanted[:, None]) & (ordered >= kept[:, None])
-    least = inside.sum(axis=-1) - 1  # The most likely token is inside, because no top_p is 0.
-    nucleus = mx.take_along_axis(ordered, least[:, None], axis=-1).squeeze(1)
-    return mx.where(top_p < 1, mx.maximum(nucleus, kept), kept)
+    top_k = np.where(is_drawn & (rows.top_k < vocab_size), np.maximum(rows.top_k, 0), 0)
+    top_p, min_p = np.where(is_drawn, rows.top_p, 1), np.where(is_drawn, rows.min_p, 0)
+    if not (top_k.any() or (top_p < 1).any() or min_p.any()):
+        return ()
+    with np.errstate(divide="ignore"):
+        floors = np.log(min_p.astype(np.float32))
+    return floors, top_k.astype(np.int32), top_p.astype(np.float32)

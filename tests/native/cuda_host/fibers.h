@@ -43,7 +43,7 @@ using std::min;
 namespace fibers {
 
 constexpr int kSharedBytes = 227 * 1024;
-constexpr int kMostThreads = 288;
+constexpr int kMostThreads = 1024;
 constexpr int kStackBytes = 96 << 10;
 constexpr int kMaxBlocks = 8;  // of a cluster
 

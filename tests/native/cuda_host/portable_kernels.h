@@ -58,12 +58,33 @@ inline float __shfl_xor_sync(unsigned int, float v, int mask) {
   return to;
 }
 
+template <typename T>
+inline T __shfl_sync(unsigned int, T v, int lane) {
+  struct Operand {
+    T from;
+    int lane;
+    T* to;
+  };
+  T to;
+  fibers::together_in_warp(Operand{v, lane, &to}, [](Operand* lanes) {
+    for (int i = 0; i < 32; i++) {
+      *lanes[i].to = lanes[lanes[i].lane].from;
+    }
+  });
+  return to;
+}
+
+// Threads of a block take turns.
+inline unsigned int atomicAdd(unsigned int* at, unsigned int value) {
+  unsigned int before = *at;
+  *at += value;
+  return before;
+}
+
 // Declared for templates that no program instantiates.
 bool __all_sync(unsigned int, bool);
 int __popc(unsigned int);
-template <typename T>
-T __shfl_sync(unsigned int, T, int);
 
 namespace metal {
-__thread unsigned char paged_threadgroup_memory[4096] __attribute__((aligned(16)));
+__thread unsigned char paged_threadgroup_memory[12288] __attribute__((aligned(16)));
 }
