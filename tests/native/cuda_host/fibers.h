@@ -269,6 +269,13 @@ inline int __reduce_min_sync(unsigned int, int v) {
   return to;
 }
 
+// In shared memory, since threads of a block take turns.
+inline unsigned int atomicAdd(unsigned int* at, unsigned int value) {
+  unsigned int before = *at;
+  *at += value;
+  return before;
+}
+
 inline bool __any_sync(unsigned int mask, bool v) {
   return __reduce_or_sync(mask, v) != 0;
 }

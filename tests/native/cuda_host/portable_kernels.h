@@ -74,13 +74,6 @@ inline T __shfl_sync(unsigned int, T v, int lane) {
   return to;
 }
 
-// Threads of a block take turns.
-inline unsigned int atomicAdd(unsigned int* at, unsigned int value) {
-  unsigned int before = *at;
-  *at += value;
-  return before;
-}
-
 // Declared for templates that no program instantiates.
 bool __all_sync(unsigned int, bool);
 int __popc(unsigned int);
