@@ -13,7 +13,9 @@ uint64_t input_number(const mlx::core::array& x) {
   static std::atomic<uint64_t> count{0};
   thread_local std::optional<ArrayContents> last;
   thread_local uint64_t number = 0;
-  if (!last || !last->are_still_of(x)) {
+  // An array that is available may be changed by the host, through a view of its memory.
+  bool may_change = x.status() == mlx::core::array::Status::available;
+  if (may_change || !last || !last->are_still_of(x)) {
     last.emplace(x);
     number = ++count;
   }

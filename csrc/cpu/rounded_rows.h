@@ -13,7 +13,7 @@
 namespace mlx_paged::cpu {
 
 // Numbers the inputs of products, from 1. Consecutive calls of a thread for the same array return
-// the same number.
+// the same number while its evaluation runs.
 uint64_t input_number(const mlx::core::array& x);
 
 // Rows, and how they are rounded.

@@ -455,19 +455,29 @@ def test_products_of_one_input_share_its_rounded_rows(rng, activations: str, row
             x, *weights[which], bits=bits, group_size=group, activations=activations, by_rows=True
         )
 
-    a, b = map(mx.array, inputs)
-    for x in (a, b):
-        mx.eval([product(x, 0), product(x, 1), product(x, 2), product(x, 0)])
-    order = [(0, 0), (0, 1), (0, 2), (0, 1), (1, 1), (0, 1), (0, 0)]
+    a, b = (mx.array(x) * 1 for x in inputs)  # as a layer's inputs, they are not evaluated yet
+    order = [(0, 0), (0, 1), (0, 2), (0, 1), (1, 1), (0, 1), (1, 2), (0, 0)]
     got = [product((a, b)[of], which) for of, which in order]
-    for array in got:  # in this order, as the products of a layer
-        mx.eval(array)
+    mx.eval(got)
     for (of, which), array in zip(order, got):
         expected = product(mx.array(inputs[of]), which)
         assert np.array_equal(np.array(array), np.array(expected)), (of, which)
     a += b
     expected = product(mx.array(inputs[0] + inputs[1]), 0)
     assert np.array_equal(np.array(product(a, 0)), np.array(expected))
+
+
+def test_an_input_that_the_host_has_changed_is_rounded_again(rng) -> None:
+    weights = quantised(rng, 40, 256, "affine", 4, 64, mx.float32)
+
+    def product(x: mx.array) -> Any:
+        return np.array(ops.quantized_linear(x, *weights, bits=4, group_size=64, by_rows=True))
+
+    first, second = rng.standard_normal((2, 300, 256)).astype(np.float32)
+    x = mx.array(first)
+    product(x)
+    np.array(x, copy=False)[:] = second
+    assert np.array_equal(product(x), product(mx.array(second)))
 
 
 # --- Names and instruction sets -------------------------------------------------------------------
