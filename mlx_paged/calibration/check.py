@@ -686,7 +686,7 @@ class _Experts:
 CHECKS: dict[str, Callable[..., None]] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        attention, merge, uncovered, pool, blocks, strided, lora, greedy, thresholds, bitmask,
+        attention, merge, uncovered, pool, blocks, strided, lora, greedy, draw, thresholds, bitmask,
         norm, silu, rows, product, tensor_product, lookup, heads, experts,
     )
 }  # fmt: skip

@@ -164,5 +164,5 @@ def test_the_only_model_of_a_server_stays() -> None:
         async with OneModelCatalog(mock.Mock(), ServerConfig()).unloaded(["demo"]):
             raise AssertionError("it was unloaded")
 
-    with pytest.raises(ApiError, match="one model, and keeps it"):
+    with pytest.raises(ApiError, match="only one model, which stays loaded"):
         asyncio.run(remove())
