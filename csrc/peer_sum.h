@@ -36,7 +36,8 @@ class PeerSum : public KernelNode {
   Pools pools(const Arrays&) const override { return {0, 0, false}; }
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
   bool is_equivalent(const mx::Primitive& other) const override {
-    return memory_ == static_cast<const PeerSum&>(other).memory_;
+    const auto& sum = static_cast<const PeerSum&>(other);
+    return memory_ == sum.memory_ && patience_ == sum.patience_;
   }
 
  private:

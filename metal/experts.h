@@ -60,7 +60,7 @@ route_experts(
   int top_k = params.top_k;
   int num_pairs = params.num_rows * top_k;
   int num_fours = (num_pairs + 3) / 4;
-  // Of each expert: its number of pairs, and in the upper half that of its items.
+  // For each expert, the number of pairs in the lower half and the number of items in the upper.
   threadgroup int* totals = experts + 4 * num_fours;
   if (int(thread_id) < 4 * num_fours - num_pairs) {
     experts[num_pairs + int(thread_id)] = 0x7fffffff;  // sorts after all others

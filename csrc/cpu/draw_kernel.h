@@ -131,7 +131,8 @@ class RowDraw {
   uint32_t key_1_;
   int32_t token_;
   float score_ = -kInf;
-  // What a token needs to win, at least: its bound, and its logit whatever its noise is.
+  // A token can win only if its bound reaches score_bar_ and its logit reaches logit_bar_, which
+  // allows for the largest noise.
   float score_bar_;
   float logit_bar_;
 };

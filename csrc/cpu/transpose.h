@@ -82,14 +82,12 @@ inline void transpose_quarters(const VecU (&v)[4], VecU (&to)[4]) {
 inline void transpose(__m512i (&v)[16]) {
   __m512i t[16];
   for (int i = 0; i < 16; i += 4) {
-    __m512i ab = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    __m512i cd = _mm512_unpacklo_epi32(v[i + 2], v[i + 3]);
-    __m512i ab_high = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    __m512i cd_high = _mm512_unpackhi_epi32(v[i + 2], v[i + 3]);
-    t[i] = _mm512_unpacklo_epi64(ab, cd);
-    t[i + 1] = _mm512_unpackhi_epi64(ab, cd);
-    t[i + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-    t[i + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
+    const VecU rows[4] = {(VecU)v[i], (VecU)v[i + 1], (VecU)v[i + 2], (VecU)v[i + 3]};
+    VecU quarters[4];
+    transpose_quarters(rows, quarters);
+    for (int j = 0; j < 4; j++) {
+      t[i + j] = (__m512i)quarters[j];
+    }
   }
   // Quarter q of t[4 * b + i]: column 4 * q + i of rows 4 * b to 4 * b + 3.
   for (int i = 0; i < 4; i++) {

@@ -109,8 +109,8 @@ constexpr int quantised_stream_blocks(int tiles) {
   return tiles <= 4 ? 2 : 1;
 }
 
-// Maximum tiles of a block. More rows of x are divided among blocks along y, each of which unpacks
-// its weight rows again, so that columns are summed in the same order for any number of rows.
+// Maximum tiles of a block. Beyond that, the rows of x are split across blocks along y. Each block
+// unpacks its own weight rows, so columns are summed in the same order for any number of rows.
 constexpr int kQuantisedStreamTiles = 8;
 
 constexpr int kQuantisedMaxRows = 1 << 20;  // of sm_90a's kernel: as many as a grid has room for

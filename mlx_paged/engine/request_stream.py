@@ -25,7 +25,7 @@ _TURN = 0.002
 
 @dataclass(frozen=True, slots=True)
 class SequenceDelta:
-    """What one sequence gained since the last delta: one token, or more if the reader was slow.
+    """New output of one sequence since the last delta: one token, or more if the reader was slow.
 
     Attributes:
         updates: One per step, oldest first; 1 to `MAX_UPDATES`.

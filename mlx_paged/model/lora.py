@@ -186,7 +186,7 @@ class AdapterLayers:
         context: Holds the slot of each row of the step that is being built.
         num_slots: Maximum number of different adapters in a step.
         rank: Maximum rank, a multiple of `RANK_STEP`.
-        dtype: Of the stacks; on a GPU, that of the model's activations.
+        dtype: Dtype of the stacks; on a GPU, the dtype of the model's activations.
 
     Attributes:
         num_slots, rank, dtype: As given.

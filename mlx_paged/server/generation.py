@@ -33,7 +33,7 @@ _serial = itertools.count()
 
 @dataclass(slots=True)
 class Piece:
-    """What one sequence gained since its last piece: the content of one event.
+    """New output of one sequence since its last piece: the content of one event.
 
     Attributes:
         prompt: Index of the prompt in the request.

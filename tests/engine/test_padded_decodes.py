@@ -190,7 +190,7 @@ def test_padding_reads_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     programs.rows.clear()
     assert tokens_of(llm, 5) == expected
     assert {3, 5} <= set(programs.rows)
-    # Of many rows, some read nearly all experts anyway.
+    # Many rows together read nearly all experts anyway.
     model = llm.engine._runner.model
     run_as_on(model, max_gpu_step_rows=512)
     padded = [model.repetition_of(decodes(count)).num_rows for count in (63, 64, 65, 200)]

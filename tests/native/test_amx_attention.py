@@ -110,7 +110,7 @@ np.savez(sys.argv[1], **found)
 
 
 def outputs(simd: str, folder: Path) -> dict[str, np.ndarray]:
-    """What CODE computes with an instruction set, by pool and head dim."""
+    """Runs CODE on an instruction set. Returns its outputs by pool and head dim."""
     path = folder / f"{simd}.npz"
     tests = str(HERE.parent)
     env = {**os.environ, "MLX_PAGED_SIMD": simd, "MLX_PAGED_NUM_THREADS": "2"}

@@ -302,7 +302,7 @@ class _PeftReader(_Reader):
                 raise self.error(name, repr(allowed[0]), repr(value))
 
     def scale_of(self, layer: str, rank: int) -> float:
-        """See `_Reader`: alpha over the config's rank, which must be that of the tensors."""
+        """Returns alpha / rank, see `_Reader`. The config's rank must match the tensors."""
         declared = self._of_layer("rank_pattern", "r", layer)
         if declared != rank:
             raise self.error(f"the rank of {layer!r}", f"r ({declared:g})", str(rank))

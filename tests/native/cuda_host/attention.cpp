@@ -18,31 +18,6 @@
 #define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
 #define gridDim make_uint3(0, 0, 0)  // (not read by attention)
 
-template <typename T, typename From>
-T shuffled(T v, From from) {
-  struct Operand {
-    T value;
-    int from;
-    T* to;
-  };
-  T to;
-  fibers::together_in_warp(Operand{v, from, &to}, [](Operand* lanes) {
-    for (int lane = 0; lane < 32; lane++) {
-      *lanes[lane].to = lanes[lanes[lane].from].value;
-    }
-  });
-  return to;
-}
-
-inline float __shfl_xor_sync(unsigned int, float v, int mask) {
-  return shuffled(v, fibers::block->current % 32 ^ mask);
-}
-
-template <typename T>
-T __shfl_sync(unsigned int, T v, int lane) {
-  return shuffled(v, lane);
-}
-
 // Declared for templates that no kernel here instantiates.
 bool __all_sync(unsigned int, bool);
 int __popc(unsigned int);

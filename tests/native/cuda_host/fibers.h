@@ -233,6 +233,28 @@ inline void __syncthreads() {
   fibers::meet(fibers::block->meeting, int(fibers::block->fibers.size()), [] {});
 }
 
+// Returns the v of lane `from` of the warp.
+template <typename T>
+T __shfl_sync(unsigned int, T v, int from) {
+  struct Operand {
+    T value;
+    int from;
+    T* to;
+  };
+  T to;
+  fibers::together_in_warp(Operand{v, from, &to}, [](Operand* lanes) {
+    for (int lane = 0; lane < 32; lane++) {
+      *lanes[lane].to = lanes[lanes[lane].from].value;
+    }
+  });
+  return to;
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned int lanes, T v, int mask) {
+  return __shfl_sync(lanes, v, fibers::block->current % 32 ^ mask);
+}
+
 inline unsigned int __reduce_or_sync(unsigned int, unsigned int v) {
   struct Operand {
     unsigned int from;

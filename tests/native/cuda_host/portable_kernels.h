@@ -43,37 +43,6 @@ bool mlx_paged::cuda::add_kernels(const std::vector<CompiledKernel>& more) {
 #define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
 #define gridDim make_uint3(0, 0, 0)  // not read by these kernels
 
-inline float __shfl_xor_sync(unsigned int, float v, int mask) {
-  struct Operand {
-    float from;
-    int mask;
-    float* to;
-  };
-  float to;
-  fibers::together_in_warp(Operand{v, mask, &to}, [](Operand* lanes) {
-    for (int lane = 0; lane < 32; lane++) {
-      *lanes[lane].to = lanes[lane ^ lanes[lane].mask].from;
-    }
-  });
-  return to;
-}
-
-template <typename T>
-inline T __shfl_sync(unsigned int, T v, int lane) {
-  struct Operand {
-    T from;
-    int lane;
-    T* to;
-  };
-  T to;
-  fibers::together_in_warp(Operand{v, lane, &to}, [](Operand* lanes) {
-    for (int i = 0; i < 32; i++) {
-      *lanes[i].to = lanes[lanes[i].lane].from;
-    }
-  });
-  return to;
-}
-
 // Declared for templates that no program instantiates.
 bool __all_sync(unsigned int, bool);
 int __popc(unsigned int);
