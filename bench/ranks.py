@@ -5,11 +5,14 @@ python bench/ranks.py --models tiny --ranks 1 2         # smoke test on two CPU 
 python bench/ranks.py --models 70B --ranks 1 2 4 --layers 20
 python bench/ranks.py --pipeline                        # pipeline instead of tensor parallelism
 MLX_PAGED_PEER_SUMS=0 python bench/ranks.py             # all sums over NCCL
+python bench/ranks.py --vllm-env PYTHONPATH=DIR         # also vLLM, which is in DIR
 
 Every rank reads its part of a checkpoint that is written first (`--folder`, by default in main
 memory). `--layers` caps the number of layers, because the 70B shape in bfloat16 does not fit on one
 GPU, and shrinks the vocabulary in proportion; the results record both. Goals for 70B at 32 x 1024:
 steps 1.7 times as fast on two GPUs, 2.9 times on four. Each measurement runs in its own process.
+
+vLLM's steps are measured as in `vllm_steps.py`, on the same shapes and numbers of GPUs.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import mlx_paged.extension  # noqa: F401  (before mlx.core)
 # isort: split
 import mlx.core as mx
 import numpy as np
+from engine_process import START_SECONDS, Process, WorkerError
 from harness import environment, print_table, save
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_tokenizer, save_config
@@ -68,6 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GROUP_SIZE = 64
 _LEAST_VOCAB = 8192
+BLOCK_TOKENS = 32
 OUTPUT_TOKENS = 64
 
 
@@ -165,7 +170,7 @@ def measure(
     step_tokens: int | None,
     pipeline: bool,
 ) -> dict[str, Any]:
-    blocks = max(rows) * (-(-(length + OUTPUT_TOKENS + max(rows)) // 32) + 1) + 8
+    blocks = max(rows) * (-(-(length + OUTPUT_TOKENS + max(rows)) // BLOCK_TOKENS) + 1) + 8
     start = time.perf_counter()
     option = "pipeline_parallel_size" if pipeline else "tensor_parallel_size"
     config = EngineConfig(
@@ -201,6 +206,41 @@ def measured(model: Path, ranks: int, options: argparse.Namespace) -> dict[str, 
     return result
 
 
+def measured_vllm(name: str, bits: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures vLLM's decode steps with the same shape; returns them, or ``{"error": ...}``."""
+    log = Path(tempfile.mkstemp(prefix="ranks-vllm-", suffix=".log")[1])
+    env = dict(each.split("=", 1) for each in options.vllm_env)
+    process = Process("vllm", [options.vllm_python, "-P"], env, log)
+    most, room = max(options.rows), options.length + 2 * OUTPUT_TOKENS
+    try:
+        process.ask("load", START_SECONDS)
+        found: dict[str, Any] = process.ask(
+            *("start", START_SECONDS),
+            name=name if bits == 16 else f"{name}, {bits} bits",
+            config=config_of(name, layers_of(name, options.layers)),
+            rows=options.rows,
+            max_len=room,
+            pool_tokens=most * (room + BLOCK_TOKENS),
+            tensor_parallel_size=ranks,
+        )
+        for num_rows in options.rows:
+            lengths = [options.length] * num_rows
+            process.ask("prompts", lengths=lengths, vocab_size=_LEAST_VOCAB)
+            steps = []
+            for _ in range(3):  # the first computes the prompts
+                short, long = (
+                    process.ask("call", max_tokens=tokens, params={"temperature": 0.0})["seconds"]
+                    for tokens in (1, 1 + OUTPUT_TOKENS)
+                )
+                steps.append((long - short) / OUTPUT_TOKENS)
+            found[f"{num_rows} x {options.length}"] = {"step_ms": round(min(steps[1:]) * 1e3, 3)}
+        return found
+    except WorkerError as error:
+        return {"error": str(error)}
+    finally:
+        process.close()
+
+
 def report(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
     for num_rows in options.rows:
         workload = f"{num_rows} x {options.length}"
@@ -230,6 +270,9 @@ def main() -> None:
     parser.add_argument(
         "--step-tokens", type=int, help="max_num_batched_tokens; fewer make startup faster"
     )
+    parser.add_argument("--vllm-python", default=sys.executable, help="vLLM's interpreter")
+    parser.add_argument("--vllm-env", nargs="+", default=[], metavar="NAME=VALUE",
+                        help="variables of its process; measures vLLM too")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="folder for the checkpoints")
     parser.add_argument("--name", default="ranks", help="name of the file in bench/results")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
@@ -252,6 +295,10 @@ def main() -> None:
                 model = write_model(Path(folder), name, bits, layers[name])
                 key = f"{name}, {bits} bits"
                 results[key] = {str(n): measured(model, n, options) for n in options.ranks}
+            if options.vllm_env:
+                results[f"{key}, vLLM"] = {
+                    str(n): measured_vllm(name, bits, n, options) for n in options.ranks
+                }
             report(results, options)
     found = {"environment": environment(), "length": options.length, "models": results}
     found["layers"] = {

@@ -119,8 +119,15 @@ class Vllm(Engine):
         import vllm  # noqa: F401
 
     def start(
-        self, name: str, config: dict[str, Any], rows: list[int], max_len: int, pool_tokens: int
+        self,
+        name: str,
+        config: dict[str, Any],
+        rows: list[int],
+        max_len: int,
+        pool_tokens: int,
+        tensor_parallel_size: int = 1,
     ) -> dict[str, Any]:
+        """Creates the model on `tensor_parallel_size` GPUs; see `Engine.start`."""
         quantized = "4 bits" in name
         folder = Path(tempfile.mkdtemp(prefix="vllm-steps-"))
         (folder / "config.json").write_text(json.dumps(vllm_config(config, quantized)))
@@ -136,7 +143,8 @@ class Vllm(Engine):
             max_model_len=max_len,
             max_num_seqs=max(rows),
             max_num_batched_tokens=max(VLLM_STEP_TOKENS, max_len),
-            kv_cache_memory_bytes=pool_tokens * kv_bytes(config),
+            kv_cache_memory_bytes=pool_tokens * kv_bytes(config) // tensor_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=VLLM_MEMORY_SHARE,
             enable_prefix_caching=True,
             cudagraph_capture_sizes=sorted(rows),

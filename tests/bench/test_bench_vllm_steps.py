@@ -1,4 +1,7 @@
-"""`bench/vllm_steps.py` runs: our engine on a tiny model, and a stand-in for vLLM."""
+"""`bench/vllm_steps.py` runs: our engine on a tiny model, and a stand-in for vLLM.
+
+`bench/ranks.py` measures the same stand-in on several GPUs.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,13 @@ import json, sys, vllm_steps
 parts = vllm_steps.main(["--tiny", "--no-save", "--only", "3b", *sys.argv[1:]])
 print(json.dumps(parts))
 """
+# Everything but vLLM's figures is left out.
+RANKS = """
+import json, sys, ranks
+ranks.write_model = ranks.measured = ranks.report = lambda *args: {}
+ranks.save = lambda name, found: print(json.dumps(found["models"]))
+ranks.main()
+"""
 
 
 @pytest.fixture
@@ -58,11 +68,11 @@ def run(tmp_path) -> Any:
     (tmp_path / "vllm.py").write_text(VLLM)
     (tmp_path / "torch.py").write_text(TORCH)
 
-    def started(*options: str, **env: str) -> dict[str, Any]:
+    def started(*options: str, program: str = RUN, **env: str) -> dict[str, Any]:
         variables = {"PYTHONPATH": str(tmp_path), "TOLD": str(tmp_path / "told"), **env}
         words = ["--vllm-env", *(f"{name}={value}" for name, value in variables.items())]
         done = subprocess.run(
-            [sys.executable, "-c", RUN, *options, *words],
+            [sys.executable, "-c", program, *options, *words],
             env={**os.environ, "PYTHONPATH": python_path(BENCH, BENCH.parent)},
             capture_output=True,
             text=True,
@@ -70,13 +80,14 @@ def run(tmp_path) -> Any:
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])["3b"]
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        return json.loads(lines[-1])
 
     return started
 
 
 def test_both_engines_are_measured(run, tmp_path) -> None:
-    part = run("--workload", "1 x 1024", "32 x 4096", "--modes", "greedy", "sampled")
+    part = run("--workload", "1 x 1024", "32 x 4096", "--modes", "greedy", "sampled")["3b"]
     assert part["engines"]["vllm"]["version"] == "0.0"
     config, options = json.loads((tmp_path / "told").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -101,6 +112,30 @@ def test_both_engines_are_measured(run, tmp_path) -> None:
 
 
 def test_an_engine_that_does_not_start_is_left_out(run) -> None:
-    part = run("--engines", "vllm", FAILS="1")
+    part = run("--engines", "vllm", FAILS="1")["3b"]
     assert "no memory" in part["engines"]["vllm"]["error"]
     assert part["results"] == []
+
+
+def test_ranks_measure_vllm_with_the_same_number_of_gpus(run, tmp_path) -> None:
+    words = [
+        "--models",
+        "tiny",
+        "--bits",
+        "16",
+        "--ranks",
+        "2",
+        "--rows",
+        "1",
+        "4",
+        "--length",
+        "32",
+    ]
+    found = run(*words, program=RANKS)["tiny, 16 bits, vLLM"]["2"]
+    _, told = json.loads((tmp_path / "told").read_text())
+    assert told["tensor_parallel_size"] == 2
+    token = 2 * 2 * 2 * 2 * 64  # keys and values of two layers, two heads and 16 bits
+    assert told["kv_cache_memory_bytes"] >= 4 * (32 + 65) * token // 2
+    assert told["max_model_len"] >= 32 + 65
+    assert {"1 x 32", "4 x 32"} <= set(found)
+    assert found["4 x 32"]["step_ms"] > 0
