@@ -43,7 +43,7 @@ def gemma2_attention(
 def plamo_attention(
     self: Any, hidden_states: mx.array, attention_mask: Any = None, cache: Any = None
 ) -> mx.array:
-    """PLaMo: query head h reads KV head h modulo their number, so the heads change places."""
+    """PLaMo: query head h reads KV head ``h % num_kv_heads``, so the heads are reordered."""
     queries = self.rotary_emb(
         _heads(self.q_proj(hidden_states), self.q_num_heads), offset=cache.offset
     )
@@ -97,7 +97,7 @@ def mlx_vlm_llama4_model(
     mask: Any = None,
     cache: Any = None,
 ) -> mx.array:
-    """Llama 4 of mlx-vlm: likewise, also with embeddings instead of tokens."""
+    """Llama 4 of mlx-vlm: no masks, also for embeddings instead of tokens."""
     h = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
     for layer, layer_cache in zip(self.layers, cache):
         h = layer(h, None, cache=layer_cache)
@@ -177,7 +177,7 @@ def dynamic_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
 
 
 def internlm3_rope(self: Any, x: mx.array, offset: mx.array) -> mx.array:
-    """Likewise, of InternLM 3."""
+    """InternLM 3: RoPE whose base grows with contexts beyond `context_limit`."""
     return mx.fast.rope(
         x,
         self.dims,
@@ -247,7 +247,7 @@ def context_limit(model: nn.Module) -> int | None:
         elif _kind(module) == "mlx_vlm.rope_utils.SuScaledRoPE":
             limits.append(module.original_max_position_embeddings)
         elif _kind(module) == "internlm3.Attention" and _kind(module.rope):
-            # It takes the number of heads for the number of tokens.
+            # The module mistakes the number of heads for the number of tokens.
             limits.append(module.rope.max_position_embeddings - module.n_heads)
     return min(limits, default=None)
 

@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
     Attributes:
         num_rows: Number of blocks, or of state slots, which the pool's memory consists of.
-        begin, end: Where the bytes of a row are within those of a block.
+        begin, end: Range of a row's bytes within the bytes of a block.
     """
 
     pool: mx.array
@@ -104,8 +104,8 @@ class BlockBytes(ABC):
 
     @abstractmethod
     def collect(self, evaluated_step: int | None = None) -> None:
-        """Ends the reads that were begun before a step that has been evaluated; None: waits for all
-        reads, begun or not."""
+        """Finishes the reads begun before a step that has been evaluated; None: finishes all reads,
+        begun or not."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -160,7 +160,7 @@ def _parts(pools: Sequence[tuple[mx.array, int]]) -> list[Rows]:
 
 
 class SharedBlockBytes(BlockBytes):
-    """Blocks in memory that the host shares. Every call ends at once."""
+    """Blocks in memory that the host shares. No call waits."""
 
     def __init__(
         self,

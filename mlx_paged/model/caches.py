@@ -30,7 +30,7 @@ Attend = Callable[[mx.array, AttentionPlan], mx.array]
 
 
 class LastLayerPruning:
-    """The rows whose results are needed, in a step where most rows are not: prompts.
+    """The rows whose results are needed, in a step of prompts, where most are not.
 
     The last layer computes attention and everything after it for these rows only
     (`ops.select_rows`).
@@ -435,7 +435,7 @@ class UnusedCache:
 
 
 class ElsewhereCache:
-    """The cache of a layer that another rank has: it tells positions, and takes no tokens."""
+    """The cache of another rank's layer: it has positions, and takes no tokens."""
 
     start_position, _idx = KVPools.start_position, KVPools._idx
     _offset = None  # mlx-vlm asks for it before `_idx`.

@@ -1,4 +1,4 @@
-"""Compilation: tells how the steps of a model are compiled."""
+"""Compilation: describes how the steps of a model are compiled."""
 
 from __future__ import annotations
 

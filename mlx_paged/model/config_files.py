@@ -9,12 +9,12 @@ from typing import Any
 
 from mlx_paged.errors import InvalidParameterError
 
-#: How a model's makers would sample from it, and its end tokens.
+#: Recommended sampling settings and end tokens of a model.
 GENERATION_CONFIG = "generation_config.json"
-# Names that families have for one field of config.json.
+# Names of one field of config.json, by family.
 _VOCAB_SIZE = ("vocab_size", "num_vocab")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config")
-#: Names that families have for the context limit.
+#: Names of the context limit.
 LENGTH_FIELDS = (
     "max_position_embeddings",
     "n_positions",
@@ -80,7 +80,7 @@ def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
     """The end tokens it names: one id, or several.
 
     Raises:
-        InvalidParameterError: they are no ids.
+        InvalidParameterError: They are not ids.
     """
     given = config.get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]

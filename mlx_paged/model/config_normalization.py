@@ -105,7 +105,8 @@ def reference_of(config: Mapping[str, Any]) -> Any:
         return None
 
 
-# Model types that transformers and code in checkpoints use for different models: transformers'.
+# Model types that transformers and code in checkpoints use for different models. Here they mean
+# transformers' models.
 _ARCHITECTURES = {"bailing_hybrid": ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")}
 
 

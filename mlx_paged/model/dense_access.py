@@ -31,7 +31,7 @@ def write_dense(cache: Any, keys: mx.array, values: mx.array, slot_mapping: mx.a
                 f"but got {array.shape[1]} of {array.shape[3]}: this cache belongs to another "
                 "model"
             )
-    if spec.latent:  # mlx-lm keeps two arrays, the pool has them side by side
+    if spec.latent:  # mlx-lm keeps two arrays, the pool has them concatenated
         keys, values = mx.concatenate([keys, values], axis=-1), values[..., :0]
     cache.key_pool, cache.value_pool = ops.write_kv(
         cache.key_pool,

@@ -1,13 +1,13 @@
 """Computes long prefill chunks with MLX's fused attention over gathered keys and values, on CUDA.
 
-There, MLX uses cuDNN, which is faster than `ops.paged_attention` on such chunks even if keys and
+MLX uses cuDNN there, which is faster than `ops.paged_attention` on such chunks even if keys and
 values must be gathered first (see docs/cuda.md). Rows of other sequences, mainly decodes, use the
 paged kernels.
 
 cuDNN takes some 40 ms to prepare a new shape. So a chunk is padded to positions that are multiples
 of `ALIGNMENT`: with rows before it, which are computed and dropped, and with rows and keys after
-it, which no row of it sees. If a step has a whole prompt, its keys and values are those that the
-step has just written, and nothing is gathered.
+it, which none of its rows sees. A step with a whole prompt gathers nothing: it has just written all
+keys and values.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mlx_paged.platform import Platform
 # Shorter chunks gain less than gathering and another shape cost.
 MIN_ROWS = 512
 ALIGNMENT = 256
-# Where `ops.paged_attention` has a kernel for Hopper, it takes a quarter longer than cuDNN. Only
-# chunks of whole multiples of this many rows have shapes that come again, and the warm-up prepares
-# those of the first two steps of a prompt. For others, cuDNN must first win back its preparation,
-# which takes this many products of a row with a key.
+# The Hopper kernel of `ops.paged_attention` takes a quarter longer than cuDNN. Only the shapes of
+# chunks of multiples of this many rows recur, and the warm-up prepares those of a prompt's first
+# two steps. For other shapes, cuDNN must make up for its preparation, which takes as long as this
+# many products of a row with a key.
 PREPARED_MULTIPLE = 4096
 _PAIRS_ON_HOPPER = 8192 * 32768
 _MAX_DIM = 128  # cuDNN's
 # Maximum tokens of all sequences of one call. Gathered keys and values take memory, and longer
-# calls gain nothing, because the host is no longer a bottleneck.
+# calls are no faster, because the host is no longer the bottleneck.
 _MAX_KEYS = 16384
 
 Pools = tuple[mx.array, mx.array]  # of keys and of values
@@ -112,7 +112,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class DensePrefill:
-    """How the rows of a step are divided between MLX's attention and the paged kernels."""
+    """Divides the rows of a step between MLX's attention and the paged kernels."""
 
     chunks: tuple[Chunk, ...]
     others: tuple[tuple[int, int], ...]  # rows [b, e) of all other sequences, in runs
@@ -224,8 +224,8 @@ def serves(spec: LayerSpec, options: AttentionOptions) -> bool:
 def _alike(
     members: np.ndarray, context_lens: np.ndarray, query_lens: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Sequences with as many rows and keys, side by side: one, two, four and so on of them, as
-    each number is another shape.
+    """Adjacent sequences with equal numbers of rows and keys. Their number is a power of two,
+    because each number is another shape.
     """
     first = 0
     while first < len(members):

@@ -21,7 +21,7 @@ from mlx_paged.model.patches import overridden
 from mlx_paged.model.rope_frequencies import conform_rope, turns_of
 from mlx_paged.model.windows import install_windows
 
-#: The versions that the table was written for.
+#: Versions that the table applies to.
 MLX_LM, TRANSFORMERS = "0.32.2", "5.24.0"
 
 
@@ -32,7 +32,7 @@ class Deviation:
     Attributes:
         modules: Modules of mlx-lm.
         what: Behavior of mlx-lm.
-        shown_by: A model of `tests/support/reference_configs.py` that shows it.
+        shown_by: A model of `tests/support/reference_configs.py` that deviates.
         mend: Changes a text model, given its config as `mlx_lm_config` wrote it and transformers'
             reading of it (None if there is none). It returns True if a change was needed.
     """
@@ -136,7 +136,7 @@ def _require_activation(model: Any, config: Mapping[str, Any], reference: Any) -
     """Refuses an activation that the module does not read, where the family has another.
 
     Raises:
-        UnsupportedModelError: it names the field.
+        UnsupportedModelError: The message names the field.
     """
     arguments = getattr(getattr(model, "args", None), "__dict__", {})
     for field in _ACTIVATION_FIELDS:
@@ -312,7 +312,7 @@ def _indexer_norm(model: Any, config: Mapping[str, Any], reference: Any) -> bool
 
 
 def _elsewhere(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
-    """Mended by `mlx_lm_config` or `mlx_lm_weights` already."""
+    """Already corrected by `mlx_lm_config` or `mlx_lm_weights`."""
     return False
 
 

@@ -42,7 +42,7 @@ def check_path(name: str) -> None:
 
 
 def embedded_model() -> Path:
-    """Returns the directory of the model that this package has."""
+    """Returns the directory of the embedded model."""
     from mlx_paged.demo import model_path
 
     return model_path()
@@ -111,7 +111,7 @@ def check_weights(name: str, path: Path) -> None:
     remedy = "copy or download it again"
     indexed = sorted({path / file for file in _weight_map(path).values()})
     missing = [file.name for file in indexed if not file.is_file()]
-    if 0 < len(missing) < len(indexed):  # If all are, the index is another model's.
+    if 0 < len(missing) < len(indexed):  # If all are missing, the index is another model's.
         raise ModelLoadError(name, f"the file {missing[0]} is missing; {remedy}")
     for file in sorted(path.glob("model*.safetensors")):
         try:

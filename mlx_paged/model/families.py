@@ -75,7 +75,7 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is run.
+    """A family and its modes.
 
     Attributes:
         name: Module of mlx-lm, or the name given to `register_family`.
@@ -103,13 +103,13 @@ def register_family(
     """Lets a family be served that is not in this package's table.
 
     Args:
-        model_type: as ``config.json`` names it.
-        mode: the way to run it; None: the first of `Mode` that its model runs in.
-        verify: compare every model of the family with the dense cache when it is loaded, and refuse
-            it if they differ. False: you have done that yourself.
+        model_type: Its name in ``config.json``.
+        mode: Its mode; None: the first mode of `Mode` in which its model runs.
+        verify: Compare every model of the family with the dense cache when it is loaded, and refuse
+            it if they differ. Pass False if you have compared them yourself.
 
     Raises:
-        ValueError: for a family that is proven already, or an unknown mode.
+        ValueError: The family is verified already, or the mode is unknown.
     """
     if model_type in PROVEN:
         raise ValueError(f"model_type {model_type!r} is proven and needs no registration")
@@ -188,7 +188,7 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def _exists(module: str) -> bool:
-    # By its file: some modules do things when they are imported.
+    # Finds the file, because importing some modules has side effects.
     return module.replace("-", "_").replace(".", "_").isidentifier() and (
         importlib.util.find_spec("mlx_lm.models") is not None
         and importlib.util.find_spec(f"mlx_lm.models.{module}") is not None

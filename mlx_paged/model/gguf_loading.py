@@ -69,7 +69,7 @@ def _reasons(name: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         raise ModelLoadError(name, _one_line(error)) from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        # Metadata without sense may fail anywhere in mlx-lm's code.
+        # Invalid metadata may fail anywhere in mlx-lm's code.
         reason = f"its metadata describes no model ({type(error).__name__}: {_one_line(error)})"
         raise ModelLoadError(name, reason) from error
 

@@ -53,7 +53,7 @@ _MAX_ROWS_OF_PROMPTS = _FEW_ROWS  # Larger shapes repeat too rarely to be worth 
 _PLAN_FIELDS = tuple(field.name for field in fields(AttentionPlan) if field.name != "bounds")
 # Only attention reads these, so an executable takes them at any size.
 _ANY_SIZE = {"block_tables", "work_items", "merge_items"}
-# Nothing reads these on the CPU, so steps of other sequences with as many rows repeat one graph.
+# Unused on the CPU, so steps of other sequences with as many rows repeat one graph.
 _ANY_SIZE_ON_CPU = {*_ANY_SIZE, "context_lens", "query_starts"}
 
 Pools = list[mx.array]
@@ -83,7 +83,7 @@ _Compiler = Callable[[_Graph, mx.array, list[mx.array], Pools], _Graph]
 
 
 class Repeat(Enum):
-    """How a step repeats."""
+    """The ways to repeat a step."""
 
     NOT = "not"  # built again each time
     AS_GRAPH = "as a graph"  # of its shape: decodes, and on the CPU any step of few rows
@@ -129,7 +129,7 @@ class GraphRunner:
         forward: Builds a step; a function of its arguments, apart from the model's weights.
         platform: The device of the steps; None means MLX's default device.
         enabled: False compiles nothing.
-        chooses: True if `forward` returns logits to choose tokens from.
+        chooses: True if `forward` returns logits to sample from.
         in_order: See `PagedModel.runs_in_order`.
         model_name: For log messages.
 
@@ -165,7 +165,7 @@ class GraphRunner:
 
     @property
     def compilation(self) -> Compilation:
-        """How steps are compiled at present."""
+        """The current `Compilation`."""
         return Compilation(self.refusals.steps or self.refusals.executables, dict(self.foreign))
 
     def repetition_of(
@@ -198,7 +198,7 @@ class GraphRunner:
                 num_rows = num_sequences = num_samples = padded
         repeat = self.repeat_of(num_rows, num_sequences, num_samples, is_of_arrays=is_of_arrays)
         if repeat is Repeat.WITH_PROMPTS and may_pad_prompts:
-            # Otherwise, each number of decodes beside a prompt would be another shape.
+            # Otherwise, each number of decodes in a step with prompts would be another shape.
             num_sequences = num_rows
         # A step without samples is no executable.
         reads_once = repeat is not Repeat.NOT and num_samples > 0 and self.reads_once(num_rows)
@@ -211,14 +211,14 @@ class GraphRunner:
         if self.refusals.steps or not is_of_arrays:
             return Repeat.NOT
         if not num_samples and self.platform.repeats_steps:
-            return Repeat.NOT  # Nothing to choose, as in a chunk of one token of a longer prompt.
+            return Repeat.NOT  # Nothing to sample, as in a chunk of one token of a longer prompt.
         platform, is_decode = self.platform, num_rows == num_sequences
         if not platform.repeats_steps:
             fits = platform.on_cpu and num_rows <= platform.max_cpu_step_rows
             return Repeat.AS_GRAPH if fits else Repeat.NOT
         if is_decode and (platform.has_cuda or num_rows <= platform.max_gpu_step_rows):
             return Repeat.AS_GRAPH
-        # A graph of `mx.compile` would begin later than a step with prompts is built now.
+        # A step with prompts is built sooner than a graph of `mx.compile` would begin.
         repeats = self.takes_prompts(num_rows) and num_rows % _ROWS_OF_PROMPTS == 0
         return Repeat.WITH_PROMPTS if repeats else Repeat.NOT
 
@@ -266,7 +266,7 @@ class GraphRunner:
                 graph = make(forward, tokens, arrays, pools)
                 result = graph(tokens, arrays, pools)
                 if make == self._gpu_executable:
-                    # Anything a GPU refuses shows now, while the step can still run another way.
+                    # Fails here if the GPU refuses it, while the step can still run another way.
                     mx.eval(result.logits)
             except Exception as error:
                 # Also raised by model code that reads values, which cannot be traced.
@@ -334,7 +334,7 @@ class GraphRunner:
 
         def run(tokens: mx.array, arrays: list[mx.array], pools: Pools) -> StepOutput:
             logits, *more = executable([tokens, *arrays, *pools], returns_pools=False)
-            # The pools keep their handles, so the step must go before all that is built on them.
+            # The pools keep their handles, so submit the step before building on them.
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
             num_greedy = len(greedy)
             found = Greedy(*more[:num_greedy]) if chooses else None
@@ -380,7 +380,7 @@ class GraphRunner:
         any_size = _ANY_SIZE if repeats else _ANY_SIZE_ON_CPU
         if is_compiled_graph:
             any_size = set()
-        # Operations that MLX runs have the stream of the thread that built them.
+        # Operations that MLX runs use the stream of the thread that built them.
         stream = None if repeats else repr(mx.default_stream(mx.default_device()))
         return (
             tuple(step.plans),
@@ -403,7 +403,7 @@ class GraphRunner:
 
 
 def padded_decodes(num_rows: int) -> int:
-    """Returns the rows of a step of this many decodes with its padding: one of few numbers."""
+    """Returns the padded number of rows of a step of this many decodes, one of a small set."""
     stride = next(stride for most, stride in _STRIDES_OF_DECODES if num_rows <= most)
     return _rounded_up(num_rows, stride) if stride else 1 << (num_rows - 1).bit_length()
 

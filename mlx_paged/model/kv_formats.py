@@ -14,9 +14,9 @@ _GROUP = 32  # dims that share a scale and a minimum in 4 bits
 
 
 class PoolFormat(StrEnum):
-    """Contents of a quantized pool. The value is the pool's dtype, by which ops recognize it."""
+    """The format of a quantized pool. Its value is the pool's dtype, by which ops recognize it."""
 
-    INT8 = "int8"  # one scale a token and head
+    INT8 = "int8"  # one scale per token and head
     INT4 = "uint32"  # a scale and a minimum for each group of 32 dims
     FP8 = "uint8"  # e4m3, no scales
 
@@ -43,10 +43,10 @@ INT8_K_INT4_V = KVFormat("int8_k_int4_v", PoolFormat.INT8, PoolFormat.INT4)
 INT4 = KVFormat("int4", PoolFormat.INT4, PoolFormat.INT4)
 FP8 = KVFormat("fp8", PoolFormat.FP8, PoolFormat.FP8)
 
-AUTO = "auto"  # as the model computes
-SLIDING_WINDOW = "sliding_window"  # stands for layers, see `skipped_layers`
+AUTO = "auto"  # the dtype that the model computes in
+SLIDING_WINDOW = "sliding_window"  # all layers with a window, see `skipped_layers`
 FORMATS = {f.name: f for f in (INT8, INT8_K_INT4_V, INT4, FP8)}
-# vLLM's names, and a short one.
+# vLLM's names, and a shorter one.
 _ALIASES = {
     "k8v4": INT8_K_INT4_V,
     "int8_per_token_head": INT8,
@@ -56,10 +56,10 @@ NAMES = (AUTO, *FORMATS, *_ALIASES)
 
 
 def format_named(name: object) -> KVFormat | None:
-    """The format of a name of `--kv-cache-dtype`; None: "auto", keys and values as they are.
+    """The format named by `--kv-cache-dtype`; None for "auto", which stores them unquantized.
 
     Raises:
-        InvalidParameterError: for any other name.
+        InvalidParameterError: Any other name.
     """
     if not isinstance(name, str) or name not in NAMES:
         raise InvalidParameterError("kv_cache_dtype", f"one of {', '.join(NAMES)}", name)
@@ -67,7 +67,7 @@ def format_named(name: object) -> KVFormat | None:
 
 
 def skipped_layers(layers: object) -> tuple[int | str, ...]:
-    """Checks numbers of layers; "sliding_window" stands for all layers with a window.
+    """Checks numbers of layers; "sliding_window" means all layers with a window.
 
     Args:
         layers: From `--kv-cache-dtype-skip-layers`: integers, or strings of them as in vLLM.

@@ -1,10 +1,10 @@
 """Submits a step with prompts to an NVIDIA GPU layer by layer, while the host builds the rest.
 
-A step of decodes is built while the step before runs, and is one operation, so it needs none of
-this. Building a step with prompts takes longer, and what its layers compute takes memory until they
-have run. In large steps the host therefore waits for earlier layers while it builds later ones.
-What it may be ahead decides how long the GPU has work while the host reads the tokens of the step
-before, sends them, and plans the next step.
+A step of decodes is one operation, built while the previous step runs, so it does not need this.
+Building a step with prompts takes longer, and the results of its layers take memory until they have
+run. In large steps the host therefore waits for earlier layers while it builds later ones. The
+layers that it may be ahead keep the GPU busy while it reads the previous step's tokens, sends them,
+and plans the next step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 LARGE_STEP = 2048  # rows
-# MLX waits for the device when more command buffers than this are under way.
+# MLX waits for the device when more command buffers than this are in flight.
 MOST_PARTS = 8
 # In smaller steps, this many layers keep a GPU busy longer than the host takes to build as many.
 _LAYERS_OF_PART = 4
@@ -27,7 +27,7 @@ class LayerwiseSubmit:
 
     Attributes:
         num_layers: Layers of a part.
-        most: Maximum parts in flight besides the one that is built; None means no limit.
+        most: Maximum parts in flight besides the one being built; None means no limit.
     """
 
     num_layers: int
@@ -39,7 +39,7 @@ class LayerwiseSubmit:
 
         Args:
             pool: The pool that it has written.
-            rows: The rows written there. A pool that is kept alive is not written in place.
+            rows: The rows written to it. A pool that is kept alive is not written in place.
         """
         if layer % self.num_layers:
             return

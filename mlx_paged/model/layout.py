@@ -1,7 +1,7 @@
-"""CacheLayout: the needs of a model's layers from the KV store, in plain numbers.
+"""CacheLayout: what a model's layers store in the KV cache, in plain numbers.
 
-A model has a tree of caches (mlx-lm gives one entry to a layer, and some entries hold several). Its
-leaves are described here, in order. The leaves of one `KVCacheGroupSpec` share block tables;
+A model has a tree of caches (mlx-lm gives one entry to a layer, and some entries hold several).
+This describes its leaves, in order. The leaves of one `KVCacheGroupSpec` share block tables;
 recurrent leaves have *state slots* instead, see `mlx_paged.model.recurrent`.
 """
 
@@ -97,7 +97,7 @@ def _padded(dim: int) -> int:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The state arrays that one recurrent cache keeps of a sequence, whatever its length."""
+    """The state arrays of one recurrent cache for a sequence of any length."""
 
     # Shape of each array, without the batch axis; None: an entry that the layer never uses.
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -111,7 +111,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class UnusedSpec:
-    """A cache that the model makes and never writes to: a layer without attention."""
+    """A cache that the model creates but never writes: a layer without attention."""
 
 
 CacheSpec = LayerSpec | StateSpec | UnusedSpec
@@ -121,7 +121,7 @@ Shape = int | tuple["Shape", ...]
 
 
 class Mode(StrEnum):
-    """How a family's forward is run."""
+    """How to run a family's forward."""
 
     NATIVE = "native paged"  # all rows together, attention reads blocks
     REGROUPED = "regrouped"  # likewise; layers with recurrent state run on equal-length groups
@@ -172,7 +172,7 @@ class CacheLayout:
 
     @property
     def compute_dtype(self) -> mx.Dtype:
-        """The dtype of the model's rows, which keys have before they are stored."""
+        """The dtype of the model's rows, and of keys before they are stored."""
         return next((s.dtype for s in self.attention), None) or self.states[0].dtypes[0]
 
     @cached_property
@@ -200,7 +200,7 @@ class CacheLayout:
         Latents and recurrent states keep theirs.
 
         Args:
-            skip: Numbers of layers that keep theirs, too; "sliding_window" stands for all layers
+            skip: Numbers of layers that keep their format, too; "sliding_window" means all layers
                 with a window.
 
         Raises:

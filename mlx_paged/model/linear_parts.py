@@ -1,4 +1,4 @@
-"""LinearPart: the part of a linear layer that one of several ranks has."""
+"""LinearPart: one rank's part of a linear layer."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 
 
 class NumberedOutputs:
-    """Finds out which part of its linear layers a model keeps while its own file divides it.
+    """Finds the parts of its linear layers that a model keeps when its own file divides it.
 
-    mlx-lm divides a bias as it divides the outputs, in fused layers, too. So while the model's file
-    works, the bias of every layer is the numbers of its outputs. No weight is evaluated.
+    mlx-lm divides a bias like the outputs, in fused layers, too. So while the model's file divides
+    the layers, every bias holds the numbers of the outputs. No weight is evaluated.
 
     Args:
         model: A whole mlx-lm model.

@@ -75,7 +75,7 @@ class LoadedModel:
         media: Processor of its media; None if it takes text only.
         media_reason: Why a multimodal checkpoint takes text only; None for text models.
         head: The layer that classifies texts, or None.
-        dtype: As it was given to `load`.
+        dtype: The argument of `load`.
     """
 
     model: nn.Module
@@ -182,7 +182,7 @@ def load(
             require_served(config, multimodal)
             check_files(name, path)
             check_weights(name, path)
-            if "model_file" in config:  # mlx-lm decides about code in checkpoints.
+            if "model_file" in config:  # mlx-lm decides whether to run code of a checkpoint.
                 multimodal = None
             reason = None if multimodal is None else multimodal.why_text_only()
             if multimodal is None or reason is not None:
@@ -270,7 +270,7 @@ def _load(name: str, *, lazy: bool = False) -> LoadedFiles:
         config["tie_word_embeddings"] = True  # The projection is not used.
     errors: list[Exception] = []
     # Checkpoints written for mlx-lm omit fields with mlx-lm's defaults. If these and transformers'
-    # make different modules, the weights tell which were meant.
+    # give different modules, the weights show which were meant.
     for fill in (True, False):
         try:
             model, loaded = load_model(

@@ -212,7 +212,7 @@ class AdapterLayers:
         self._parts = division.parts
         features = sum(sum(shape_of(module)) for module in self._modules.values())
         self.max_bytes = num_slots * rank * dtype.size * features
-        # The dtype of rows for `ops.lora`. On the CPU, weights may have any dtype beside them.
+        # The dtype of rows for `ops.lora`. On the CPU, weights may have other dtypes.
         self._row_dtype = mx.float32 if platform.on_cpu else dtype
         self._context = context
         self._layers: dict[str, _Layer] = {}

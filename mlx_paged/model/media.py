@@ -1,7 +1,7 @@
 """The inputs of a forward besides tokens: media, as plain values.
 
-The *rows* of an item are the prompt positions whose input embeddings its encoder makes. Its *span*
-goes from its first to its last row, and may contain text tokens in between.
+The *rows* of an item are the prompt positions whose input embeddings come from its encoder. Its
+*span* goes from its first to its last row, and may contain text tokens in between.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MediaFeatures(NamedTuple):
         """The rows of several features of one model, one after another."""
         if len(parts) == 1:
             return parts[0]
-        # Sounds add nothing to the layers to which pictures of the same model do.
+        # Of one model, images add to the outputs of layers, and audio does not.
         width = max(len(part.deepstack) for part in parts)
         deepstack = tuple(
             mx.concatenate(
@@ -148,7 +148,7 @@ class MediaInputs:
 
     Attributes:
         kind: Kind of the item.
-        arrays: Under the names of mlx-vlm's model; read only.
+        arrays: By mlx-vlm's names; read-only.
         token_ids: ``[num_tokens]`` int32: the processor's replacement of the item's placeholder.
         rows: ``[num_rows]`` int32: indices of rows among these tokens.
     """

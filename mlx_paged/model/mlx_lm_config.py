@@ -17,7 +17,7 @@ from mlx_paged.model.families import module_of
 
 Config = dict[str, Any]
 
-#: Text models that transformers saves by themselves, and the module that holds them as a section.
+#: Text models that transformers saves on their own, and the module that has them as a section.
 _WRAPPED = {
     "gemma3n_text": "gemma3n",
     "qwen2_5_vl_text": "qwen2_vl",
@@ -36,8 +36,9 @@ def mlx_lm_config(
 
     Args:
         fill: see `normalize`.
-        has_head: The files have weights of an output projection. The text model of a multimodal
-            one is tied without: transformers 4 and 5 read different fields for that.
+        has_head: The files have weights of an output projection. Without them, the text model of a
+            multimodal model has tied embeddings; transformers 4 and 5 read different fields for
+            that.
 
     Raises:
         UnsupportedModelError: mlx-lm's module cannot express the config; it names the field.
@@ -199,7 +200,7 @@ def _plain_rope(section: Mapping[str, Any]) -> Config:
 
 
 def _deepseek_v2(section: Mapping[str, Any]) -> Config:
-    """(Its module reads a factor of YaRN, whatever the type)"""
+    """Its module reads a factor of YaRN for every type."""
     scaling = section.get("rope_scaling") or {}
     return {} if scaling.get("type") == "yarn" else {"rope_scaling": {"factor": 1.0}}
 

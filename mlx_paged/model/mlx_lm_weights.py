@@ -123,7 +123,7 @@ def _bailing_moe_v3(model: Any, weights: Weights) -> Weights:
 
 
 def _without_mtp(model: Any, weights: Weights) -> Weights:
-    """Drops the layer for multi-token prediction, whatever the number of layers.
+    """Drops the layer for multi-token prediction, for any number of layers.
 
     mlx-lm's `sanitize` expects it behind the 61 layers of DeepSeek V3.
     """
@@ -166,8 +166,8 @@ def _falcon_h1(model: Any, weights: Weights) -> Weights:
 
 
 def _gemma3n(model: Any, weights: Weights) -> Weights:
-    """A text model that was saved by itself, without the weights that layers with others' keys have
-    and do not use."""
+    """A text model that was saved on its own. Drops unused weights of layers that share the keys of
+    other layers."""
     if any(name.startswith("model.language_model.") for name in weights):
         return weights
     found = {name.replace("model.", "model.language_model.", 1): w for name, w in weights.items()}
@@ -203,7 +203,7 @@ def _gpt_oss(model: Any, weights: Weights) -> Weights:
 
 
 def _llama4(model: Any, weights: Weights) -> Weights:
-    """(A text model that was saved by itself)"""
+    """A text model that was saved on its own."""
     if any(name.startswith("language_model.") for name in weights):
         return weights
     return {f"language_model.{name}": weight for name, weight in weights.items()}

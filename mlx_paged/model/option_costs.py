@@ -1,4 +1,4 @@
-"""Says what options cost that make the CPU slow, or that have nothing to apply to."""
+"""Warnings about options that make the CPU slow, or that have no effect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _INT8_BITS, _INT8_GROUPS = (4, 8), (32, 64, 128)
 
 
 def of_dtype(model: nn.Module, dtype: str) -> str | None:
-    """Returns a warning about a dtype on the CPU; None: it is as fast as "auto".
+    """Returns a warning about a dtype on the CPU; None if it is as fast as "auto".
 
     Args:
-        model: As it was read, before it is converted.
+        model: The loaded model, before it is converted.
     """
     if dtype in ("float16", "bfloat16"):
         return (
@@ -40,7 +40,7 @@ def of_dtype(model: nn.Module, dtype: str) -> str | None:
 
 
 def of_activations(model: nn.Module, activations: str) -> str | None:
-    """Returns a warning about `cpu_activations` that no weight of a loaded model can use."""
+    """Returns a warning if no weight of a loaded model can use `cpu_activations`."""
     if activations == "float32" or any(_applies(module, activations) for module in model.modules()):
         return None
     needed = {
@@ -54,7 +54,7 @@ def of_activations(model: nn.Module, activations: str) -> str | None:
 
 
 def _quantized_bits(model: nn.Module) -> int | None:
-    """The fewest bits of weights that would stay quantized with dtype "auto"."""
+    """The fewest bits of the weights that would stay quantized with dtype "auto"."""
     found = [
         int(module.bits)
         for module in model.modules()

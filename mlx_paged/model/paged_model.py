@@ -1,4 +1,4 @@
-"""A model with its pools: one step of ragged sequences in, logits of the wanted rows out."""
+"""PagedModel: runs one step of ragged sequences and returns the logits of some rows."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class PagedModel:
         platform: The device of the steps.
         repeats_steps: True if repeating decode steps may become graphs, in pools allocated later.
         runs_in_order: True if a step starts on the device before anything else uses the pools, in
-            pools allocated later. Then only the last pool's handle waits for an executable of the
-            CPU, because new handles of all pools cost the host much time.
+            pools allocated later. Then only the last pool's handle waits for an executable on the
+            CPU, because new handles for all pools cost the host much time.
         adapter_layers: The slots for adapters; None before `enable_adapters`.
         prunes_last_layer: True if the last layer of a step with prompts may leave out rows that are
             not sampled. All ranks must do the same.
@@ -137,7 +137,7 @@ class PagedModel:
 
     @property
     def compilation(self) -> Compilation:
-        """How steps are compiled at present."""
+        """The current `Compilation` of its steps."""
         return self._compiled.compilation
 
     def limit_contexts(self, longest: int | None) -> None:
@@ -151,11 +151,11 @@ class PagedModel:
         self._context.limit.longest = longest
 
     def round_activations(self, activations: str) -> None:
-        """Has the inputs of linear layers rounded, see `ops.activations`, in steps after the next
+        """Rounds the inputs of linear layers, see `ops.activations`, in steps after the next
         `allocate`.
 
         Raises:
-            InvalidParameterError: the default device or the processor has no such products.
+            InvalidParameterError: The default device or the processor does not support this.
         """
         if activations != "float32" and not self.platform.on_cpu:
             expected = "'float32' where the model does not run on the CPU"
@@ -177,8 +177,7 @@ class PagedModel:
         Args:
             num_blocks: Blocks of the pools, including block 0, for all layers or for each group.
             num_state_slots: Includes slot 0, the initial state.
-            state_cache: Makes the cache of a recurrent layer that keeps its states elsewhere than
-                in slots.
+            state_cache: Makes the cache of a recurrent layer whose states are not in slots.
         """
         self.release()
         # Compiled graphs must not keep the old pools alive.
@@ -226,7 +225,7 @@ class PagedModel:
         return not self._output_rows.keeps_hidden
 
     def keep_hidden_states(self) -> int:
-        """From now on `forward` returns hidden states; see `OutputRows.keep_hidden_states`."""
+        """Makes `forward` return hidden states from now on; see `OutputRows.keep_hidden_states`."""
         return self._output_rows.keep_hidden_states()
 
     @property
@@ -235,7 +234,7 @@ class PagedModel:
         return self._output_rows.projection
 
     def tap(self, places: Sequence[int]) -> None:
-        """From now on, `run` returns hidden states of all rows; call it once, before `allocate`.
+        """Makes `run` return hidden states of all rows. Call it once, before `allocate`.
 
         Args:
             places: See `Taps`.
@@ -255,7 +254,7 @@ class PagedModel:
             kept: The leaves of its caches.
 
         Raises:
-            ValueError: See `keep_hidden_states`: rank 0 alone makes logits.
+            ValueError: See `keep_hidden_states`; only rank 0 computes logits.
         """
         if stage.group.rank():
             self.keep_hidden_states()
@@ -288,10 +287,10 @@ class PagedModel:
         Args:
             num_slots: Maximum different adapters of a step.
             rank: Maximum rank, a multiple of `lora.RANK_STEP`.
-            dtype: Format of the slots; "auto" is that of the model's rows.
+            dtype: Dtype of the slots; "auto" is the dtype of the model's rows.
 
         Raises:
-            InvalidParameterError: Another format on a GPU, whose kernels take one.
+            InvalidParameterError: Another dtype on a GPU, whose kernels take only that one.
         """
         own = self.layout.compute_dtype
         chosen: mx.Dtype = own if dtype == "auto" else getattr(mx, dtype)
@@ -314,16 +313,16 @@ class PagedModel:
 
     @property
     def adapter_bytes(self) -> int:
-        """Maximum bytes of the slots: of adapters that change every layer."""
+        """Maximum bytes of the slots, if adapters change every layer."""
         return 0 if self.adapter_layers is None else self.adapter_layers.max_bytes
 
     def load_adapter(self, slot: int, layers: Mapping[str, LowRank]) -> None:
         """Writes an adapter to a slot, and waits for it.
 
         Args:
-            slot: From 1, as in `StepInputs.adapters`. No step built later may expect the adapter
-                that the slot has held so far.
-            layers: Changes of layers, by their paths in `adapter_targets`.
+            slot: From 1, as in `StepInputs.adapters`. No later step may use the slot's previous
+                adapter.
+            layers: Updates of layers, by their paths in `adapter_targets`.
         """
         assert self.adapter_layers is not None
         if self.adapter_layers.load(slot - 1, layers):
@@ -337,7 +336,7 @@ class PagedModel:
         return self._attention
 
     def pools(self) -> list[mx.array]:
-        """The pools' arrays: waiting for them is waiting for all that a step writes."""
+        """The pools' arrays. They are available once a step has written everything."""
         pools = [pool for c in self._attention for pool in (c.key_pool, c.value_pool)]
         return pools + [p.pool for c in self._states for p in c.pools if p is not None]
 
@@ -356,7 +355,7 @@ class PagedModel:
             state.pool = next(kept)
 
     def reset(self) -> None:
-        """Forgets a step that was interrupted at any point while it was built.
+        """Discards a step that was interrupted while it was built.
 
         Call it when the device is idle. The pools get their original handles, which have the same
         memory and no pending work.
@@ -402,7 +401,7 @@ class PagedModel:
         mx.clear_cache()  # MLX would keep the freed memory
 
     def discard_blocks(self, runs: Sequence[tuple[int, int]], group_spec: KVCacheGroupSpec) -> None:
-        """Gives the memory of blocks of a group back to the system; `pages.can_discard` says where.
+        """Gives memory of a group's blocks back to the system, where `pages.can_discard` allows.
 
         Args:
             runs: (first, end) of the blocks, which no step in flight touches.
@@ -420,7 +419,7 @@ class PagedModel:
             pages.discard_rows(pool, pool.shape[0] * pool.shape[1], runs)
 
     def allow_huge_pages(self, allowed: bool) -> None:
-        """Lets the system back the pools with huge pages, or not; see `pages`."""
+        """Allows or forbids huge pages for the pools; see `pages`."""
         for pool in self._allocated:
             pages.allow_huge_pages(pool, allowed)
 
@@ -430,8 +429,8 @@ class PagedModel:
         """Returns just the logits of `run`.
 
         Args:
-            may_repeat: False if the result depends on more than the arguments, such as on input
-                embeddings that the model was given.
+            may_repeat: False if the result depends on more than the arguments, such as on given
+                input embeddings.
         """
         repetition = self.repetition_of(inputs, tokens.shape[0])
         if not may_repeat:
@@ -442,19 +441,19 @@ class PagedModel:
     def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
         """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
 
-        A step with sequences of padding has logits of `Repetition.num_rows` rows. With CUDA, any
-        step with prompts has further logits if `StepInputs.may_pad`.
+        A step with padding sequences has `Repetition.num_rows` rows of logits. With CUDA, any step
+        with prompts has further logits if `StepInputs.may_pad`.
 
         After `keep_hidden_states`: -> ``[len(logit_rows), hidden_size]`` last hidden states, with
         the model's final norm applied.
 
         Args:
-            repetition: The result of `repetition_of`, which may ask for more rows than `inputs`
-                has; their tokens do not matter.
+            repetition: The result of `repetition_of`. It may have more rows than `inputs`; their
+                tokens do not matter.
 
         Raises:
-            ValueError: for a context beyond `CacheLayout.max_context_len`, and for media that the
-                model does not take or that do not belong to these rows.
+            ValueError: A context exceeds `CacheLayout.max_context_len`, or the model does not take
+                the media, or they do not belong to these rows.
         """
         limit = self.layout.max_context_len
         if limit is not None and inputs.context_lens.max(initial=0) > limit:
@@ -486,8 +485,8 @@ class PagedModel:
 
     @contextmanager
     def reading(self, step: Step) -> Iterator[None]:
-        """Within it, another model may attend to the pools as the rows of a step, which writes
-        nothing."""
+        """Lets another model attend to the pools within the context, as the rows of a step that
+        writes nothing."""
         patches.ensure_installed()
         self._context.enter(step)
         try:
@@ -496,7 +495,7 @@ class PagedModel:
             self._context.leave()
 
     def encode(self, item: MediaInputs) -> MediaFeatures:
-        """Encodes a picture, video or sound, lazily.
+        """Encodes an image, video or audio item, lazily.
 
         Raises:
             ValueError: The model or its encoder does not take this item.
@@ -508,16 +507,15 @@ class PagedModel:
             return self.model.encode(item)
 
     def runs_program(self, num_rows: int) -> bool:
-        """True if a step of this many decodes becomes a GPU's executable, as far as is known."""
+        """True if a step of this many decodes will probably become a GPU executable."""
         return self._compiled.reads_once(num_rows)
 
     @property
     def padded_from(self) -> int | None:
-        """The number of plain decodes from which on they get further rows, so that they repeat the
-        same few shapes; None: they get none.
+        """Minimum plain decodes that are padded to one of a few shapes; None: none are.
 
-        Each shape is compiled once. Beside few rows, those of padding would read the weights of
-        experts that no other row needs.
+        Each shape is compiled once. With few rows, padding rows would read the weights of experts
+        that no other row needs.
         """
         if not self.platform.has_cuda:
             return None
@@ -531,7 +529,7 @@ class PagedModel:
         self.restore(pools)
         self._context.enter(step)
         try:
-            # Rounding makes a visible difference of the last bits of a sum.
+            # Rounding can turn a difference in the last bits of a sum into a visible one.
             by_rows: bool | int = step.num_ordered_rows
             if self.layout.has_quantised_pools or self._activations == "int8":
                 by_rows = True
@@ -554,12 +552,12 @@ class PagedModel:
         """Decides how a step repeats. The caller pads its tokens to `Repetition.num_rows`.
 
         Args:
-            num_rows: Tokens of the step, if they have been padded already; None decides that too.
+            num_rows: Tokens of the step if they are already padded; None decides their number.
         """
         media = inputs.media
         may_pad = num_rows is None and media is None and self._may_pad
         if num_rows is None:
-            num_rows = sum(inputs.query_lens.tolist())  # NumPy takes longer for a few
+            num_rows = sum(inputs.query_lens.tolist())  # faster than NumPy for a few
         if self._is_gathered:
             return Repetition(Repeat.NOT, num_rows, len(inputs.query_lens), False)
         padded_from = self.padded_from
@@ -568,7 +566,7 @@ class PagedModel:
             num_rows,
             len(inputs.query_lens),
             len(inputs.logit_rows),
-            # The number of features depends on a step's pictures, so such a step does not repeat.
+            # The number of features depends on a step's images, so such a step does not repeat.
             is_of_arrays=not self.layout.has_states
             and inputs.bounds is None
             and (media is None or (not len(media.rows) and media.bounds is None)),

@@ -1,5 +1,5 @@
-"""The memory of arrays that host and device share. On Linux's CPU backend, gives the physical pages
-of unused rows back to the system, and has weights in huge pages.
+"""Physical pages of arrays: on Linux's CPU backend, gives pages of unused rows back to the system,
+and moves weights into huge pages.
 
 The array keeps its address and its size. A row that is given back reads as zeros, and takes memory
 again from its next write on.
@@ -60,7 +60,7 @@ def discard_rows(array: mx.array, num_rows: int, runs: Sequence[tuple[int, int]]
 
 
 def allow_huge_pages(array: mx.array, allowed: bool) -> None:
-    """Lets the system back an array with huge pages, or not: it would fill the holes again."""
+    """Allows or forbids huge pages for an array; they would fill its holes again."""
     page, begin = mmap.PAGESIZE, _address(array)
     start, stop = -(-begin // page) * page, (begin + array.nbytes) // page * page
     if start < stop:
@@ -70,9 +70,9 @@ def allow_huge_pages(array: mx.array, allowed: bool) -> None:
 def collapse_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:
     """Moves arrays into huge pages, where the system has them (Linux 6.1 and later).
 
-    A decode step reads all weights once. With pages of 4 KB that takes up to a third longer, as the
-    processor prefetches within a page and translates the address of each. The system copies 4 GB/s
-    at best, so this happens beside the first steps.
+    A decode step reads all weights once. With 4 KB pages that takes up to a third longer, because
+    the processor prefetches within a page and translates each page's address. The system copies at
+    most 4 GB/s, so the move runs in the background of the first steps.
 
     Args:
         arrays: Evaluated arrays, which stay in memory until they have moved. Those that are not
@@ -124,7 +124,7 @@ def _whole_huge_pages(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
 
 
 def trim_heap() -> None:
-    """Has the C library give back free memory of its heap, where it can."""
+    """Makes the C library return free heap memory to the system, where it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -133,7 +133,7 @@ def trim_heap() -> None:
 def host_bytes(array: mx.array) -> npt.NDArray[np.uint8]:
     """Returns ``[nbytes]`` uint8: the memory of an evaluated, contiguous array, to read and write.
 
-    Where the device shares the host's memory. The caller keeps the array alive.
+    Requires a device that shares the host's memory. The caller keeps the array alive.
     """
     memory = (ctypes.c_uint8 * array.nbytes).from_address(_address(array))
     return np.frombuffer(memory, dtype=np.uint8)  # type: ignore[call-overload, no-any-return]

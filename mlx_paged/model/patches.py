@@ -130,9 +130,9 @@ class _Building(threading.local):
     for_program: bool = False  # the graph becomes an `executables.GpuExecutable`
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # that `ops.linear` supports
-    activations: str = "float32"  # of products on the CPU,
+    activations: str = "float32"  # of products on the CPU
     by_rows: bool | int = False  # leading rows whose sums must not depend on the others; True: all
-    tower: TowerOps | None = None  # on the CPU, while it is a tower instead
+    tower: TowerOps | None = None  # set while a tower is built instead, on the CPU
 
 
 _building = _Building()
@@ -201,7 +201,7 @@ def leave_native_ops() -> None:
 
 @contextmanager
 def native_tower(platform: Platform | None = None) -> Iterator[None]:
-    """Within it, a tower's code on this thread runs native operations, on the CPU."""
+    """Makes a tower's code on this thread use native operations, on the CPU."""
     platform = platform or Platform.current()
     if platform.on_cpu:
         _building.tower = TowerOps()
@@ -213,7 +213,7 @@ def native_tower(platform: Platform | None = None) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _inv_freqs(dims: int, base: float) -> mx.array:
-    """Computed exactly as MLX does: far from 0 an angle magnifies any difference."""
+    """Computes the same bits as MLX: far from 0, an angle magnifies any difference."""
     inv_freqs = _inv_freqs_of(dims, base)
     mx.eval(inv_freqs)
     return inv_freqs
@@ -419,7 +419,7 @@ def quantized_expert_linear(
     sorted_indices: bool = False,
 ) -> mx.array:
     """``QuantizedSwitchLinear.__call__``."""
-    # With a scale for each matrix, MLX's own runs only on GPUs.
+    # MLX supports a scale for each matrix only on GPUs.
     native = _building.is_native or (self.get("global_scale") is not None and is_cpu_default())
     if native and _are_rows(x) and ops.has_product(self.mode, self.bits, self.group_size):
         dtype = mx.result_type(x, self["scales"]) if self.mode == "affine" else x.dtype
@@ -644,7 +644,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """The module that makes logits of hidden states, and its method that does."""
+    """The module, and its method, that compute logits from hidden states."""
 
     module: nn.Module
     method: str  # "__call__" or "as_linear"
@@ -693,7 +693,7 @@ class OutputRows:
         return self._keeps_hidden
 
     def keep_hidden_states(self) -> int:
-        """From now on, returns the inputs of the projection, and projects nothing.
+        """Returns the inputs of the projection from now on, instead of logits.
 
         Returns:
             The size of the hidden states.

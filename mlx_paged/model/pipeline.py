@@ -1,13 +1,13 @@
-"""Stage: the layers of one rank, where each of several ranks has consecutive layers of a model.
+"""Stage: the consecutive layers of a model that one pipeline rank runs.
 
-A step goes through the ranks in turn. Rank 0 makes logits of the last rank's hidden states:
+A step goes through the ranks in turn. Rank 0 computes logits from the last rank's hidden states:
 
     rank 0    embedding ─ layers 0..k ─┐               ┌─ norm ─ logits
     rank 1                             └─ layers k..n ─┘
 
-Every rank runs the model's own code. The layers of other ranks return their inputs, and where one
-rank's layers end and the next one's begin, a collective gives all ranks the hidden states of the
-former. So every rank has as many collectives, in the same order.
+Every rank runs the model's own code. The layers of other ranks return their inputs. Between two
+ranks' layers, a collective sends the first one's hidden states to all ranks, so every rank has the
+same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class Stage:
         return found if isinstance(found, Stage) else None
 
     def exchange(self, x: mx.array, owner: int) -> mx.array:
-        """Returns the array that the rank `owner` gives, of the same shape on all ranks."""
+        """Returns the array of the rank `owner`; it has the same shape on all ranks."""
         parts = mx.distributed.all_gather(x, group=self.group)
         return parts[owner * len(x) : (owner + 1) * len(x)]
 
     def take(self) -> mx.array:
-        """Returns the first row ``[1, hidden_size]`` after the last layer of all, of the step that
-        was built. Every rank must evaluate it, because the others wait in its collectives."""
+        """Returns the first row ``[1, hidden_size]`` after the model's last layer, of the latest
+        step. Every rank must evaluate it, because the others wait in its collectives."""
         last, self._last = self._last, None
         assert last is not None, "the forward did not reach the last layer of this rank"
         return last.reshape(-1, last.shape[-1])[:1]
 
     def limit(self, model: nn.Module, context: StepContext) -> None:
-        """From now on, steps run the layers of this rank only."""
+        """Makes steps run the layers of this rank only."""
         overrides = Overrides()
         for number, layer in enumerate(model.layers):
             overrides.replace(layer, "__call__", self._in_turn(type(layer), number, context))
@@ -94,7 +94,7 @@ class Stage:
 
 
 def divide_layers(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Group) -> None:
-    """Keeps the weights of this rank's layers, and of all that is no layer; evaluates none.
+    """Keeps the weights of this rank's layers and of everything outside layers; evaluates none.
 
     Where layers cannot be divided evenly, the first ranks have one more.
 
@@ -128,7 +128,7 @@ def divide_layers(model: nn.Module, config: Mapping[str, Any], group: mx.distrib
 
 def _drop_weights(layer: nn.Module) -> None:
     """Puts a single zero in place of each weight, repeated to the same shape without memory."""
-    dequantize_model(layer)  # lazily; later, it would make weights that take memory
+    dequantize_model(layer)  # lazily; done later, it would allocate the weights
     layer.update(
         tree_map(lambda a: mx.broadcast_to(mx.zeros((), a.dtype), a.shape), layer.parameters())
     )
@@ -144,7 +144,7 @@ class _Call(NamedTuple):
     x: mx.array
     result: Any
     leaves: frozenset[int]  # of the cache tree
-    reads_others: bool  # keys and values of other layers
+    reads_others: bool  # reads keys and values of other layers
 
 
 def enter_stage(paged: PagedModel, model_type: str, build_step: Callable[[], object]) -> None:
@@ -157,7 +157,7 @@ def enter_stage(paged: PagedModel, model_type: str, build_step: Callable[[], obj
         build_step: Allocates pools, and builds a step that is never evaluated.
 
     Raises:
-        UnsupportedModelError: Its layers hand on more than one array of hidden states.
+        UnsupportedModelError: Its layers pass on more than one array of hidden states.
     """
     stage = Stage.of(paged.model)
     if stage is None:

@@ -173,8 +173,8 @@ class StepInputs:
         logit_rows: Rows whose logits are needed.
         state_slots: Slots of the sequences, for a model with recurrent state.
         media: Inputs of the rows besides tokens, or None.
-        num_ordered_rows: Leading rows that must have the same bits in any company, on the CPU.
-            Their logits are needed.
+        num_ordered_rows: Leading rows that must have the same bits in any batch, on the CPU. Their
+            logits are needed.
         features: ``[num_rows, width]``: hidden states of another model, for a draft head.
         bounds: ``[2, num_rows]`` int32: see `build_plan`; None if no row sees a later one, apart
             from media.
@@ -290,9 +290,8 @@ def build_plan(
             A span ends within its sequence's context after this step.
         stays_on_host: With CUDA, kernels read the plan from host memory, which is faster if they
             read it once (`executables.GpuExecutable`).
-        num_rows: Pads the step to this many rows, or to as much work as others. The last rows then
-            belong to no sequence, write nothing and see nothing. None adds no padding. (With
-            bounds, there is none.)
+        num_rows: Pads the step to this many rows, or to as much work as others. Padding rows belong
+            to no sequence, write nothing and see nothing. None, or bounds: no padding.
         shared_rows: Maximum rows of a sequence that share a pass over its context although each is
             a separate sequence here, with an equal table: drafts. They do so only where each
             keeps the sums that it has alone. See `ops.max_shared_rows`.
@@ -371,7 +370,7 @@ def _refuse(what: str, expected: str, actual: object) -> NoReturn:
 
 
 def _validate(num_blocks: np.ndarray, lens: np.ndarray, rows: np.ndarray, block_size: int) -> None:
-    """Refuses numbers that are no plan, by name."""
+    """Rejects invalid numbers, by name."""
     for name, values in (("context_lens", lens), ("query_lens", rows)):
         if values.shape != num_blocks.shape:
             _refuse(name, f"of shape ({len(num_blocks)},) like block_tables", values.shape)
@@ -453,7 +452,7 @@ class SequenceGroup:
     length: int
     reads: mx.array  # [num_seqs] int32
     writes: mx.array  # [num_seqs] int32
-    begins: bool  # their first tokens: model code finds no state, as in mlx-lm
+    begins: bool  # they start here, so model code finds no state, as in mlx-lm
 
     @property
     def num_seqs(self) -> int:
@@ -462,7 +461,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True)
 class StatePlan:
-    """How the rows of a step are cut into equal-length groups, as recurrent layers need them."""
+    """Cuts the rows of a step into equal-length groups, as recurrent layers need them."""
 
     groups: tuple[SequenceGroup, ...]
     order: mx.array | None  # [num_rows] int32: place of each row among the groups'; None: in order

@@ -102,7 +102,7 @@ class StatePool:
     def grown(self, states: mx.array) -> mx.array:
         """``[num_seqs, *shape]`` of states of few tokens, with zeros before them.
 
-        The contexts of n-grams grow with the first tokens; to their code zeros are no tokens.
+        N-gram contexts grow with the first tokens; their code ignores zeros.
         """
         missing = [whole - size for whole, size in zip(self._shape, states.shape[1:])]
         if states.ndim != 1 + len(self._shape) or not any(missing) or min(missing) < 0:
@@ -130,7 +130,7 @@ class StatePool:
 
 
 class WindowedStates:
-    """Methods of mlx-vlm's cache of recurrent state that mlx-lm's has not."""
+    """Methods of mlx-vlm's cache of recurrent state that mlx-lm's lacks."""
 
     def update_window(
         self: Any, index: int, source: mx.array, width: int, *, lengths: None = None

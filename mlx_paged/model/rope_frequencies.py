@@ -78,7 +78,7 @@ class LongRoPE(ScaledRoPE):
         self.short_scale = short[1]
 
     def turn_short(self, x: mx.array, offset: Any = 0) -> mx.array:
-        """Turns like `__call__`, for contexts up to `original` tokens."""
+        """Rotates like `__call__`, for contexts up to `original` tokens."""
         return self._turn(x, offset, self._short_freqs, self.short_scale)
 
 
@@ -173,7 +173,7 @@ def _same_fields(module: nn.Module, new: nn.Module) -> bool:
 
 
 def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
-    """Turned dims, wavelengths, scale, and layout of a RoPE module; None for other modules."""
+    """Rotated dims, wavelengths, scale, and layout of a RoPE module; None for other modules."""
     if type(module) is nn.RoPE:
         exponents = np.arange(0, module.dims, 2) / module.dims
         return module.dims, module.base**exponents / module.scale, 1.0, module.traditional

@@ -1,7 +1,7 @@
 """shard: keeps one rank's part of a model's weights, with mlx-lm's own `shard()`.
 
-Each rank has a part of the heads and of the inner columns of every MLP. mlx-lm's files say which
-layers are cut and where the parts are added up. Two things are ours:
+Each rank has a part of the heads and of the inner columns of every MLP. mlx-lm's files determine
+which layers are cut and where the parts are added up. This module adds two things:
 
 - Layers stay of MLX's own classes, which patches, conversions and the step compiler know. A layer
   whose outputs are cut is a plain linear layer; one whose inputs are cut is in a `Summed`.
@@ -50,11 +50,10 @@ _CUT_INPUTS = {
 
 @dataclass(frozen=True)
 class Division:
-    """How the weights of a model are divided.
+    """The division of a model's weights.
 
     Attributes:
-        num_ranks: Ranks that share the model. Each makes as large a part of the logits, if they
-            are divided.
+        num_ranks: Ranks that share the model. If logits are divided, all parts are equally large.
         parts: This rank's parts of the linear layers, by path in the whole model.
         elsewhere: Paths of linear layers that are wholly on other ranks.
     """
@@ -179,7 +178,7 @@ def _use_plain_layers(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def _drop_gradients(model: nn.Module) -> None:
-    """Replaces `sum_gradients` in the model's files by the identity.
+    """Replaces `sum_gradients` in the model's files with the identity.
 
     It only affects gradients, but would add an operation to the graph of every step.
     """

@@ -24,17 +24,17 @@ from mlx_paged.model.block_bytes import BlockBytes, Bytes, NoAccessError, OnRead
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.paged_model import PagedModel
 
-# Bytes of blocks that one transfer takes, which bounds pinned memory. Buffers of that have the next
-# power of two bytes, and the numbers of the blocks go along.
+# Bytes of blocks per transfer, which bounds pinned memory. Its buffers also hold the block ids, and
+# their size is the next power of two.
 _TRANSFER_BYTES = (32 << 20) - (64 << 10)
-# Writes under way at once: the host prepares one while the device takes the other.
+# Maximum writes in flight: the host prepares one while the device takes the other.
 _MAX_WRITES = 2
-# Reads under way at once. More are asked for only while no sequence runs, so they are waited for.
+# Maximum reads in flight. More are requested only while no sequence runs, so waiting is fine.
 _MAX_READS = 8
 # An attention block is written as 8 tokens of heads of at most 512 words, see `_Words`.
 _TOKENS = 8
 _MAX_HEAD = 512
-# Words of the "values" beside the "keys" that `ops.write_kv` writes, too; this is the minimum.
+# Words of the "values" that `ops.write_kv` also writes; this is the minimum.
 _NO_VALUES = 8
 
 
@@ -45,7 +45,7 @@ class _Read(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """Reads of a group that have begun.
+    """Reads of a group in flight.
 
     Attributes:
         host: ``[num_reads, num_bytes / 4]`` int32, in memory that the host reads once it is
@@ -61,7 +61,7 @@ class _Reading(NamedTuple):
 class _Words:
     """A pool as one that `ops.write_kv` takes, over the same memory.
 
-    Whole blocks are written as raw words, whatever they hold (such as packed codes and scales): a
+    Whole blocks are written as raw words with any contents (such as packed codes and scales): a
     block counts as a few "tokens" whose "keys" are words.
 
     Attributes:
@@ -96,9 +96,9 @@ class _Words:
 
 
 class _Run(NamedTuple):
-    """Parts of a block that have one size and equal distances, such as the keys of all layers.
+    """Parts of a block with equal sizes and distances, such as the keys of all layers.
 
-    One operation takes them apart.
+    One operation splits them.
 
     Attributes:
         parts: Their indexes among the parts of the block.
@@ -263,7 +263,7 @@ class StagedBlockBytes(BlockBytes):
         self._writing.append(written)
 
     def _beside_of(self, words: _Words) -> mx.array:
-        """The pool of "values" beside a pool of words; nothing reads it."""
+        """The unused pool of "values" for a pool of words."""
         key = words.beside_shape, words.dtype
         if key not in self._beside:
             self._beside[key] = ops.allocate_pool(*words.beside_shape, words.dtype)

@@ -1,4 +1,4 @@
-"""StepPlanner: what a model needs for a step besides its tokens: plans, rows, and adapters."""
+"""StepPlanner: builds a step's inputs besides its tokens: plans, rows, and adapters."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
 _MAX_FIRST_ROWS = 1024  # cached arrays of logit rows: as many as steps may have rows
-# Rows that are not sampled from. Steps of up to 64 rows are executables, and with fewer unsampled
-# rows the last layer takes hardly less time.
+# Minimum unsampled rows for which the last layer is pruned. Steps of up to 64 rows are executables,
+# and pruning fewer rows saves hardly any time.
 _MIN_UNSELECTED = 64
 
 
@@ -38,9 +38,9 @@ class StepPlanner:
 
     Args:
         layout: Contents of the model's caches.
-        attention: Those of its attention layers, once they are allocated.
+        attention: Its attention caches, once they are allocated.
         pools: Returns the arrays of all pools as they are now, see `PagedModel.pools`.
-        sees_within_windows: Tokens of an item see each other within a window only.
+        sees_within_windows: Tokens of a media item see each other only within a window.
         platform: The device of the steps.
     """
 
@@ -78,7 +78,7 @@ class StepPlanner:
         """Plans a step.
 
         Args:
-            repetition: How it repeats, which decides its padding.
+            repetition: How it repeats, which determines its padding.
             parts_ahead, prunes_last_layer: See `PagedModel`.
         """
         states = None
@@ -92,7 +92,7 @@ class StepPlanner:
         some = by_group[group_specs[0]] if group_specs else self._no_blocks(inputs)
         tables = by_group.get(FULL, some)
         alone = len(group_specs) == 1 and group_specs[0].chunk is None
-        lens: list[int] = inputs.query_lens.tolist()  # NumPy takes longer for a few
+        lens: list[int] = inputs.query_lens.tolist()  # faster than NumPy for a few
         longest, total = max(lens, default=0), sum(lens)
         num_rows: int | None = repetition.num_rows
         if repeat is not Repeat.WITH_PROMPTS and num_rows == total:
@@ -207,7 +207,7 @@ class StepPlanner:
         kept = self.first_rows.get(count)
         if kept is not None and kept[0] == numbers:
             return kept[1]
-        is_first = count == 0 or wanted[0] == 0  # A fast check; a prompt's row is none of these.
+        is_first = count == 0 or wanted[0] == 0  # a fast check; false for prompts
         if kept is not None or not (is_first and np.array_equal(wanted, np.arange(count))):
             return int32(wanted, stays=stays)
         rows = int32(wanted)
@@ -257,9 +257,9 @@ class StepPlanner:
         `build_plan`.
 
         Args:
-            group_spec: The window that the plan is made for.
-            used_by: The groups whose layers use it. Kernels begin at the window of their layer, and
-                the plan knows one window.
+            group_spec: The window of the plan.
+            used_by: The groups whose layers use it. Kernels begin at the window of their layer, but
+                the plan has one window.
         """
         if any(each != group_spec for each in used_by):
             return 1

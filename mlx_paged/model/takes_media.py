@@ -1,6 +1,6 @@
-"""Models that take media, as the rest of this package sees them.
+"""Interfaces of models that take media.
 
-`mlx_paged.multimodal` has the classes: its `model` runs encoders and language models, its
+`mlx_paged.multimodal` implements them: its `model` runs encoders and language models, its
 `processor` makes prompts with spans.
 """
 

@@ -20,8 +20,8 @@ class Taps:
 
     Args:
         model: An mlx-lm model; the classes of its layers are changed.
-        places: Layers whose inputs are recorded, by number from 0; as many as there are layers
-            stands for the output of the last one, and `FINAL` for that after the final norm.
+        places: Layers whose inputs are recorded, by number from 0. The number of layers means the
+            output of the last one, and `FINAL` its output after the final norm.
 
     Raises:
         ValueError: The model has no such layer.

@@ -1,4 +1,4 @@
-"""Compares a model on paged caches with mlx-lm's dense caches, with the weights it has."""
+"""Compares a model on paged caches with the same model on mlx-lm's dense caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_paged.model.plan import StateSlots, StepInputs
 
 # RMS of the logits' difference over that of the logits themselves, by the pools' dtype.
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
-# Tokens past the farthest window or chunk, so that both are seen to end.
+# Tokens past the longest window or chunk, so that the end of both is tested.
 _BEYOND = 16
 
 
@@ -60,8 +60,8 @@ def difference_from_dense(paged: PagedModel, vocab_size: int) -> float:
 def difference_where_cut(paged: PagedModel, vocab_size: int) -> float:
     """Runs one prompt with the dense cache: whole, in two chunks, and with its end as a decode.
 
-    All must agree, or the family has no right answer, because the rest of a step decides where
-    chunks end.
+    All must agree: where chunks end depends on the rest of a step, so otherwise the family has no
+    right answer.
 
     Returns:
         The largest RMS difference from the logits of the whole, relative to their RMS.

@@ -1,4 +1,4 @@
-"""Weights: tells whether a model still has the weights that something was computed with."""
+"""Weights: detects whether a model's weights have changed."""
 
 from __future__ import annotations
 

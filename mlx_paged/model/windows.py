@@ -1,4 +1,4 @@
-"""Gives windows to models of mlx-lm that ignore the window of their config."""
+"""Adds windows to models of mlx-lm that ignore the window of their config."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _page_flat(
     context: StepContext,
     overrides: Overrides,
 ) -> PagedModel:
-    """Pages a model that takes every token as a row; raises the errors of one that cannot."""
+    """Pages a model that takes every token as a row; raises the model's errors if it cannot."""
     if bool(observed.recurrent) != (mode is Mode.REGROUPED):
         raise TypeError("it has recurrent state" if observed.recurrent else "it has no state")
     for i, (spec, window) in enumerate(zip(observed.specs, observed.mask_windows)):
@@ -359,7 +359,7 @@ _wrapping = threading.Lock()
 class _Calls:
     """Records this thread's calls of a model's modules, by wrapping their classes temporarily.
 
-    Other threads may run models of the same classes meanwhile.
+    Other threads may run models of the same classes at the same time.
     """
 
     def __init__(self, model: nn.Module) -> None:

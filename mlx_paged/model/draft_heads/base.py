@@ -1,4 +1,4 @@
-"""What draft heads share: files, the model's embeddings, and paged caches of their own."""
+"""Shared parts of draft heads: their files, the model's embeddings, and their own paged caches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def read_config(path: Path, kind: str, of: Callable[[Mapping[str, Any]], Config]
 
     Args:
         path: A directory.
-        kind: What such a head is called, for the error.
-        of: Makes the head's options. It may raise what an unsuitable object raises.
+        kind: Name of such heads, for the error.
+        of: Makes the head's options. It may raise KeyError, TypeError or ValueError.
 
     Raises:
         ModelLoadError: The file is unreadable, incomplete, or describes another kind of model.
@@ -84,10 +84,10 @@ def page_head(
     Args:
         target: The model that it drafts for.
         place: Place of its own states for the next draft, see `Taps`; None if it needs none.
-        mode: How its layers run.
+        mode: Mode of its layers.
 
     Raises:
-        UnsupportedModelError: It does not run so.
+        UnsupportedModelError: It does not run in this mode.
     """
     paged = convert_to_paged(
         head,

@@ -1,7 +1,7 @@
-"""Chains: change the logits of a block's drafts by the draft before, so that a block fits together.
+"""Chains: change each draft's logits in a block by the previous draft, so that a block is coherent.
 
-DFlash 2 keeps a few candidates of each position and adds a bilinear form of the draft before, the
-head's state and the candidate. DSpark adds the transition from the draft before, of low rank.
+DFlash 2 keeps a few candidates for each position and adds a bilinear form of the previous draft,
+the head's state and the candidate. DSpark adds a low-rank transition from the previous draft.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import mlx.nn as nn
 
 
 class Chain(Protocol):
-    """Makes one draft's logits fit the draft before."""
+    """Changes one draft's logits by the previous draft."""
 
     def step(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
         """``[n, vocab_size]`` logits of one draft of each sequence -> the same, changed.
 
         Args:
-            states: ``[n, hidden_size]``: the head's states, which the logits were made of.
+            states: ``[n, hidden_size]``: the head's states that the logits were computed from.
             before: ``[n]`` int32: the token before each draft.
         """
 
@@ -32,7 +32,7 @@ class SelectorConfig:
 
     Attributes:
         rank: Size of the bilinear form.
-        top_k: Candidates of a position.
+        top_k: Candidates for each position.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class SelectorConfig:
 
 
 class CandidateSelector(nn.Module):  # type: ignore[misc]
-    """DFlash 2's. Other tokens than the candidates are impossible."""
+    """DFlash 2's chain. Only candidates are possible."""
 
     def __init__(self, config: SelectorConfig, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class CandidateSelector(nn.Module):  # type: ignore[misc]
 
 
 class MarkovHead(nn.Module):  # type: ignore[misc]
-    """DSpark's, of the kind that it calls vanilla."""
+    """DSpark's chain, of its "vanilla" kind."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""DFlash heads: a few layers that draft a whole block of tokens at once.
+"""DFlash heads: a few layers that draft a whole block of tokens in one forward pass.
 
 Paper: "DFlash: Block Diffusion for Flash Speculative Decoding" (arXiv 2602.06036). A block is the
-newest token and a mask token for each draft. Its rows see each other, and keys and values that each
-layer makes of the model's hidden states at earlier positions. The logits at a mask's position are
-those of the token there.
+newest token and a mask token for each draft. Its rows see each other, and the keys and values that
+each layer computes from the model's hidden states at earlier positions. A mask's row has the logits
+of the token at its position.
 
-DFlash 2 adds convolutions over a block's rows around attention and MLP, and DSpark begins to draft
-at the newest token's own row. Both choose a block's tokens one after another, see `chains.py`.
-Their formats are those of z-lab's and DeepSeek's files, as mlx-vlm and vLLM read them.
+DFlash 2 adds convolutions over a block's rows around attention and MLP; DSpark starts to draft at
+the newest token's row. Both choose a block's tokens one after another, see `chains.py`. File
+formats are z-lab's and DeepSeek's, as mlx-vlm and vLLM read them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class DFlashConfig:
     """The config of a head.
 
     Attributes:
-        max_drafts: Most drafts of a block.
-        mask_token_id: Stands for a draft.
+        max_drafts: Maximum drafts per block.
+        mask_token_id: Placeholder for a draft.
         target_layer_ids: Layers of the model whose outputs it reads.
         windows: Window of each layer; None: all positions.
-        drafts_from_newest: The first draft comes from the newest token's row, and so on, instead of
-            from the first mask's.
-        conv: DFlash 2's convolutions; None without.
-        selector: Its choice of candidates; None without.
-        markov_rank: Rank of DSpark's transitions; 0 without.
+        drafts_from_newest: The first draft comes from the newest token's row instead of the first
+            mask's, and so on.
+        conv: DFlash 2's convolutions, or None.
+        selector: DFlash 2's choice of candidates, or None.
+        markov_rank: Rank of DSpark's transitions; 0: none.
     """
 
     hidden_size: int
@@ -108,7 +108,7 @@ class DFlashConfig:
             *("max_position_embeddings", "mask_token_id"),
         )
         is_dspark = bool(own.get("markov_rank"))
-        # DSpark's blocks are counted without the newest token, unless the config says otherwise.
+        # DSpark's block sizes exclude the newest token, unless the config says otherwise.
         has_newest = not is_dspark or bool(own.get("dspark_bonus_anchor"))
         return cls(
             **{name: own[name] for name in names},
@@ -130,7 +130,7 @@ class DFlashConfig:
 
     @property
     def chains(self) -> bool:
-        """True if each draft depends on the one before."""
+        """True if each draft depends on the previous one."""
         return self.selector is not None or self.markov_rank > 0
 
 
@@ -210,7 +210,7 @@ class _Attention(nn.Module):  # type: ignore[misc]
 
 
 class _Conv(nn.Module):  # type: ignore[misc]
-    """A convolution before and after attention or an MLP, whose kernels its input sets."""
+    """Convolutions before and after attention or an MLP, with kernels computed from the input."""
 
     def __init__(self, size: int, config: ConvConfig) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class DFlashHead(nn.Module):  # type: ignore[misc]
 
     @property
     def chain(self) -> Chain | None:
-        """Changes a draft's logits by the draft before; None if drafts do not depend on others."""
+        """Changes a draft's logits by the previous draft; None if drafts are independent."""
         return getattr(self, "candidate_selector", None) or getattr(self, "markov_head", None)
 
     def logits_of(self, states: mx.array) -> mx.array:
@@ -327,8 +327,8 @@ class DFlashHead(nn.Module):  # type: ignore[misc]
 
         Args:
             embed: Its input embeddings.
-            project: The module that makes its logits.
-            method: That module's method which does.
+            project: The module that computes its logits.
+            method: The method to call on `project`.
         """
         self.embed, self.project, self._method = embed, project, method
 
@@ -340,7 +340,7 @@ class DFlashHead(nn.Module):  # type: ignore[misc]
         Args:
             features: ``[B * L, width + 1]``: the model's hidden states and 1, for a position of the
                 context; for a row of a block, the last element is minus the number of the block's
-                rows before it. None stands for zeros.
+                rows before it. None means zeros.
         """
         x = self.embed(inputs)
         if features is None:
@@ -356,7 +356,7 @@ class DFlashHead(nn.Module):  # type: ignore[misc]
 
 
 def load_dflash(path: Path, config: DFlashConfig, dtype: str) -> DFlashHead:
-    """Loads a head, to be attached to its model.
+    """Loads a head. The caller attaches it to its model.
 
     Args:
         path: A directory with safetensors files.
@@ -375,7 +375,7 @@ def load_dflash(path: Path, config: DFlashConfig, dtype: str) -> DFlashHead:
     return head
 
 
-# Copies of the model's, and what scores drafts.
+# Copies of the model's weights, and weights that score drafts.
 _UNUSED = ("embed_tokens.", "lm_head.", "confidence_head.")
 
 

@@ -1,13 +1,13 @@
 """EAGLE-3 heads, in the file formats of SafeAILab, NVIDIA, vLLM and its speculators.
 
 Paper: "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
-(arXiv 2503.01840). `fc` joins the inputs of three layers of the model to one feature. The first
-layer attends over the embedding of the next token and this feature, side by side; later ones, if
-any, are ordinary. Logits are those of a smaller vocabulary: `d2t` has the distance from each of its
-tokens to the model's.
+(arXiv 2503.01840). `fc` projects the inputs of three layers of the model to one feature. The first
+layer attends over the embedding of the next token and this feature, concatenated; later ones, if
+any, are ordinary. Logits cover a smaller vocabulary: `d2t` has the offset from each of its tokens
+to the model's.
 
-A head's layers are Llama's or Qwen3's, whatever the model is. Newer heads norm the joined states,
-and go on with their own states after the last norm instead of before it.
+A head's layers are Llama's or Qwen3's, for any model. Newer heads normalize the joined states, and
+feed back their own states after the last norm instead of before it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.draft_heads.base import read_config, read_weights
 from mlx_paged.model.taps import FINAL
 
-# Options of NVIDIA's heads that other values than these would change.
+# Options of NVIDIA's heads of which only these values are supported.
 _USUAL_OPTIONS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -41,15 +41,16 @@ class Eagle3Config:
     """The config of a head.
 
     Attributes:
-        layer: Llama's options of its layers.
+        layer: Options of its layers, by Llama's names.
         target_hidden_size: Size of each of the joined hidden states.
-        num_features: Number of these.
-        draft_vocab_size: Tokens of its logits.
-        norm_before_residual: Adds the normed feature to the attention's output, not the feature.
-        norm_before_fc: Norms the joined states.
-        fc_norm: Norms each of them on its own.
-        norm_output: Returns its states after the last norm for the next draft, not before it.
-        norms_queries: Norms queries and keys, as Qwen3 does.
+        num_features: Number of joined hidden states.
+        draft_vocab_size: Size of its vocabulary.
+        norm_before_residual: Adds the normalized feature to the attention's output, not the
+            feature.
+        norm_before_fc: Normalizes the joined states.
+        fc_norm: Normalizes each of the joined states separately.
+        norm_output: Feeds back its states after the last norm, not before it.
+        norms_queries: Normalizes queries and keys, like Qwen3.
         layer_ids: Layers of the model whose inputs it reads; None: the defaults.
     """
 
@@ -132,7 +133,7 @@ def _layer_options(own: Mapping[str, Any]) -> llama.ModelArgs:
         if options.get("rope_scaling") is None:
             options["rope_scaling"] = dict(rope)
     if own.get("use_sliding_window") is False or not own.get("sliding_window"):
-        options.pop("layer_types", None)  # They see everything.
+        options.pop("layer_types", None)  # All layers use full attention.
     layer = llama.ModelArgs(**options)
     types = layer.layer_types = list(layer.layer_types or ())[: layer.num_hidden_layers]
     if set(types) - {"full_attention", "sliding_attention"}:
@@ -150,7 +151,7 @@ def _attention(config: Eagle3Config) -> nn.Module:
 
 
 class _Layer(llama.TransformerBlock):  # type: ignore[misc]
-    """A further layer."""
+    """A layer after the first."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config.layer)
@@ -209,10 +210,10 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         self._method = "__call__"
 
     def share_output(self, module: nn.Module, method: str) -> None:
-        """Makes its logits with a module of the model.
+        """Computes its logits with a module of the model.
 
         Args:
-            method: That module's method which does.
+            method: The method to call on that module.
         """
         self.lm_head, self._method = module, method
 
@@ -234,7 +235,7 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         return [kind == "sliding_attention" for kind in self.config.layer.layer_types]
 
     def _joined(self, states: mx.array) -> mx.array:
-        """Returns the feature of joined states of the model."""
+        """Projects joined states of the model to a feature."""
         if self.config.norm_before_fc:
             states = self.input_norm(states)
         if self.config.fc_norm:
@@ -251,7 +252,7 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
 
         Args:
             features: ``[B * L, width]``: joined states of the model, or states of this head's own
-                last layer. None stands for zeros.
+                last layer. None means zeros.
         """
         embeds = self.embed_tokens(inputs)
         size = self.config.layer.hidden_size
@@ -259,7 +260,7 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
             hidden = mx.zeros((*inputs.shape, size), embeds.dtype)
         else:
             hidden = features.reshape(*inputs.shape, -1)
-            # A model with three states of this size in all cannot be told from the head itself.
+            # By size alone, a model whose joined states are this wide looks like the head itself.
             if hidden.shape[-1] != size:
                 hidden = self._joined(hidden)
         hidden = hidden.astype(embeds.dtype)
@@ -287,7 +288,8 @@ def load_eagle3(
         path: A directory with safetensors files.
         config: See `Eagle3Config.read`.
         embed_tokens: The model's input embeddings.
-        output: The module and its method that make the model's logits, for a head without its own.
+        output: The module, and its method, that compute the model's logits, for a head without its
+            own output projection.
 
     Returns:
         The head, and ``[draft_vocab_size]`` int32: the model's token of each of its own; None if

@@ -1,11 +1,11 @@
 """Gemma 4's assistants: small models that attend to the keys and values of the large one.
 
-An assistant has no cache. All its layers read those of the model's last layer of the same kind that
-has its own, and every draft is made at the position of the newest token. Its input is that token's
-embedding beside the model's last hidden state, both the model's; later drafts take the draft before
-and the assistant's own state, projected back. In the format of Google's files, as transformers
-reads them (``gemma4_assistant``). A window ends at the newest token, as in vLLM and mlx-vlm, which
-has no key yet; transformers lets it see two keys more.
+An assistant has no cache. Each of its layers reads the cache of the model's last layer of the same
+kind that has one, and every draft is made at the position of the newest token. The input is that
+token's embedding and the model's last hidden state, concatenated; later drafts take the previous
+draft and the assistant's own state, projected back. The format is that of Google's files, as
+transformers reads them (``gemma4_assistant``). A window ends at the newest token, which has no key
+yet, as in vLLM and mlx-vlm; transformers sees two keys more.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class AssistantConfig:
     Attributes:
         layer: Options of its layers.
         backbone_hidden_size: Size of the model's hidden states.
-        num_centroids: Groups of its vocabulary; 0 if it scores all tokens.
-        top_centroids: Groups whose tokens it scores.
+        num_centroids: Number of groups of its vocabulary; 0 if it scores all tokens.
+        top_centroids: Number of groups whose tokens it scores.
     """
 
     layer: gemma4_text.ModelArgs
@@ -114,14 +114,14 @@ class Target:
 
     @property
     def caches(self) -> dict[str, KVPools]:
-        """The cache that an assistant's layers of a kind read, see `PagedModel.reading_step`."""
+        """The cache that layers of one kind read, see `PagedModel.reading_step`."""
         return {
             layer.layer_type: _without_newest(cache)
             for layer, cache in zip(self._inner.layers, self._caches())
         }
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """``[n]`` int32 -> ``[n, hidden_size]``, scaled as the model's input is."""
+        """``[n]`` int32 -> ``[n, hidden_size]``, scaled like the model's input."""
         embeds: mx.array = self._inner.embed_tokens(tokens)
         return embeds * self._inner.embed_scale
 
@@ -145,7 +145,7 @@ class _Inner(nn.Module):  # type: ignore[misc]
 
 
 class _Centroids(nn.Module):  # type: ignore[misc]
-    """Chooses the tokens that are scored: those of the likeliest groups."""
+    """Chooses the tokens to score: those of the most likely groups."""
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _Centroids(nn.Module):  # type: ignore[misc]
         self._top = config.top_centroids
 
     def __call__(self, states: mx.array, logits: mx.array) -> mx.array:
-        """``[n, vocab_size]`` logits -> the same, where tokens of other groups are impossible."""
+        """``[n, vocab_size]`` logits -> the same, with tokens of all other groups masked."""
         best = mx.argpartition(self.centroids(states), -self._top, axis=-1)[:, -self._top :]
         tokens = self.token_ordering.reshape(self._shape)[best].reshape(len(states), -1)
         scores = mx.take_along_axis(logits, tokens, axis=-1)
@@ -164,7 +164,7 @@ class _Centroids(nn.Module):  # type: ignore[misc]
 
 
 class Assistant(nn.Module):  # type: ignore[misc]
-    """An assistant."""
+    """A Gemma 4 assistant."""
 
     def __init__(self, config: AssistantConfig) -> None:
         super().__init__()
@@ -183,13 +183,14 @@ class Assistant(nn.Module):  # type: ignore[misc]
         positions: mx.array,
         caches: Mapping[str, KVPools],
     ) -> tuple[mx.array, mx.array]:
-        """Makes one draft of each sequence, within a step of the model (`PagedModel.reading`).
+        """Makes one draft for each sequence, within a step of the model (`PagedModel.reading`).
 
         Args:
             embeds: ``[n, backbone_hidden_size]``: of the token before each draft.
-            states: ``[n, backbone_hidden_size]``: the model's, or those that this returned.
+            states: ``[n, backbone_hidden_size]``: the model's, or those that the last call
+                returned.
             positions: ``[n]`` int32: of the newest tokens.
-            caches: The model's, see `Target`.
+            caches: The model's caches, see `Target`.
 
         Returns:
             ``[n, vocab_size]`` logits and the states for the next draft.

@@ -1,9 +1,9 @@
-"""MTP heads: the layer for multi-token prediction that checkpoints of some families have.
+"""MTP heads: the multi-token prediction layers in checkpoints of some families.
 
 A head normalizes the embedding of the next token and the model's last hidden state, projects both
-to one, and runs one decoder layer of the model, or a few. Embeddings and output projection are the
-model's. mlx-lm drops its weights, so they are read from the checkpoint's files again, and go
-through the `sanitize` of a model that has only the head's layers.
+to one state, and runs one or a few decoder layers of the model. Embeddings and output projection
+are the model's. mlx-lm drops the head's weights, so they are read from the checkpoint's files
+again, and go through the `sanitize` of a model that has only the head's layers.
 
 Paper: "DeepSeek-V3 Technical Report", section 2.2 (arXiv 2412.19437).
 """
@@ -32,8 +32,8 @@ from mlx_paged.model.taps import FINAL
 
 Weights = dict[str, mx.array]
 
-# Names under which `sanitize` sees the head's own weights. Qwen's adds 1 to those that end as the
-# norms of a layer do.
+# Names of the head's own weights in `sanitize`. Qwen's adds 1 to weights whose names end like the
+# norms of a layer.
 _OWN = {
     "embed_norm": "embed_norm.input_layernorm.weight",
     "hidden_norm": "hidden_norm.input_layernorm.weight",
@@ -48,9 +48,9 @@ class MtpHead(nn.Module):  # type: ignore[misc]
 
     Args:
         layers: Decoder layers of the model's family.
-        make_cache: Makes mlx-lm's caches of those that attend.
-        eps: Of its norms.
-        model_type: The model's.
+        make_cache: Makes mlx-lm's caches of the layers with attention.
+        eps: Epsilon of its norms.
+        model_type: Model type of the model.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class MtpHead(nn.Module):  # type: ignore[misc]
 
         Args:
             embed: Its input embeddings.
-            project: The module that makes its logits.
-            method: That module's method which does.
-            norm: Returns its last norm; only called for a head without its own.
+            project: The module that computes its logits.
+            method: The method to call on `project`.
+            norm: Returns the model's last norm; only called for a head without its own.
         """
         self.embed, self.project, self._method = embed, project, method
         if self._format.norm is None:
             self.norm = norm()
 
     def read_place(self, num_layers: int) -> int:
-        """Returns where it taps a model of `num_layers` layers, see `Taps`."""
+        """Returns the place that it taps in a model of `num_layers` layers, see `Taps`."""
         return FINAL if self._format.reads_normed else num_layers
 
     @property
@@ -110,7 +110,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
 
         Args:
             features: ``[B * L, hidden_size]``: the model's last hidden states, or this head's. None
-                stands for zeros.
+                means zeros.
         """
         embeds = self.embed(inputs)
         hidden = mx.zeros_like(embeds) if features is None else features.reshape(embeds.shape)
@@ -131,7 +131,7 @@ class MtpHead(nn.Module):  # type: ignore[misc]
 
 
 def _attends(layer: nn.Module) -> bool:
-    """False for a layer of Nemotron's that has only experts or an MLP."""
+    """False for Nemotron's layers with only experts or an MLP."""
     return getattr(layer, "block_type", "*") == "*"
 
 
@@ -147,7 +147,7 @@ def has_mtp(path: Path, config: Mapping[str, Any]) -> bool:
     prefix = _prefix(FORMATS[module], config)
     for file in _files(path, lambda name: _rest(name, prefix) is not None):
         with safe_open(str(file), framework="numpy") as weights:
-            names = weights.keys()  # The file itself is no iterable.
+            names = weights.keys()  # The file itself is not iterable.
             if any(_rest(name, prefix) is not None for name in names):
                 return True
     return False
@@ -156,7 +156,7 @@ def has_mtp(path: Path, config: Mapping[str, Any]) -> bool:
 def load_mtp_heads(
     path: Path, config: Mapping[str, Any], dtype: str
 ) -> list[tuple[MtpHead, nn.Module | None]]:
-    """Loads the head of a checkpoint, or all if each one reads the states of the one before.
+    """Loads the head of a checkpoint, or all heads if each reads the previous one's states.
 
     See `load_mtp`.
     """
@@ -179,7 +179,7 @@ def load_mtp(path: Path, config: Mapping[str, Any], dtype: str) -> tuple[MtpHead
         dtype: See `load`.
 
     Returns:
-        The head, to be attached to the model, and its own output projection if it has one.
+        The head, not yet attached to the model, and its own output projection if it has one.
 
     Raises:
         ModelLoadError: It gives the reason.
@@ -253,7 +253,7 @@ def _sorted_out(named: Weights, mtp_format: MtpFormat) -> tuple[Weights, mx.arra
     """Returns the weights by the names of `MtpHead`, and the output projection's if there is one.
 
     Args:
-        named: By the names that `sanitize` gave them.
+        named: Weights, by the names that `sanitize` gave them.
     """
     found: Weights = {}
     own_names = {theirs: ours for ours, theirs in _OWN.items()}
@@ -270,7 +270,7 @@ def _sorted_out(named: Weights, mtp_format: MtpFormat) -> tuple[Weights, mx.arra
 
 
 def _shell(config: Mapping[str, Any], mtp_format: MtpFormat) -> tuple[Any, dict[str, Any]]:
-    """A model with only the head's layers, whose weights are not made, and its config."""
+    """A model with only the head's layers, without weights, and its config."""
     own = deepcopy(dict(config))
     for section in (own, own.get("text_config", {})):
         if "hidden_size" in section:
@@ -287,7 +287,7 @@ def _numbered(mtp_format: MtpFormat, num_layers: int) -> MtpFormat:
 
 
 def _name(mtp_format: MtpFormat, name: str) -> str:
-    """The name under which `sanitize` sees a weight of the head."""
+    """The name of a weight of the head in `sanitize`."""
     module, _, kind = name.rpartition(".")
     for ours, seen in _OWN.items():
         if module == getattr(mtp_format, ours):
@@ -319,8 +319,8 @@ def _quantize(head: MtpHead, weights: Weights, config: Mapping[str, Any]) -> Non
 
 
 def _read(path: Path, prefix: str) -> tuple[Weights, bool]:
-    """Returns a checkpoint's weights with a prefix, by the rest of their names, and whether its
-    files were written by MLX."""
+    """Returns a checkpoint's weights with a prefix, by the rest of their names, and True if MLX
+    wrote its files."""
     found: Weights = {}
     is_converted = False
     for file in _files(path, lambda name: _rest(name, prefix) is not None):
@@ -335,7 +335,7 @@ def _read(path: Path, prefix: str) -> tuple[Weights, bool]:
 
 
 def _rest(name: str, prefix: str) -> str | None:
-    """What follows the prefix, which may itself follow the name of a model's text part."""
+    """The name after the prefix, which may follow the name of a model's text part."""
     for wrapper in ("", "language_model.", "model.language_model.", "model."):
         if name.startswith(wrapper + prefix):
             return name[len(wrapper) + len(prefix) :]

@@ -1,6 +1,6 @@
-"""MtpFormat: how each family stores its head for multi-token prediction, and how it differs.
+"""MtpFormat: each family's format of its head for multi-token prediction.
 
-`mtp.py` reads and runs the heads. The names are those of published checkpoints.
+`mtp.py` reads and runs the heads. The names are from published checkpoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 Fields = Mapping[str, Any]
 
-# Makes the one layer of a model what a head's layer is: with full attention, and experts if any.
+# Gives the only layer of a model full attention and the family's experts, like a head's layer.
 _ONE_LAYER = {
     "num_hidden_layers": 1,
     "num_nextn_predict_layers": 0,
@@ -32,26 +32,26 @@ def _one_layer(config: Fields) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MtpFormat:
-    """How a family stores its head.
+    """A family's format of its head.
 
     Attributes:
-        prefix: Before all names of its weights; "{}" stands for the number of layers.
+        prefix: Prefix of all its weights; "{}" is replaced by the number of layers.
         embed_norm, hidden_norm, projection: Names of its own weights.
-        norm: That of its last norm, where "{}" stands for the number of its last layer; None if
-            that norm is the model's.
+        norm: Name of its last norm, with "{}" for the number of its last layer; None if it uses the
+            model's norm.
         layer: Prefix of its decoder layers' weights, after `prefix`.
-        layer_names: Names in its layers, with those in the model's.
-        output: That of its own output projection, which not every head has.
+        layer_names: Maps names in its layers to names in the model's.
+        output: Name of its own output projection, which not every head has.
         hidden_first: The projection takes the hidden state first, then the embedding.
         reads_normed: It reads the model's states after the model's last norm.
-        returns_normed: Its own state for the next draft is taken after its last norm.
+        returns_normed: Its state for the next draft is taken after its last norm.
         fields: Maps the model's config to the fields that differ for the head's layers.
-        layer_of: Makes its layer of a model's one, if it is not the same; it has one cache.
+        layer_of: Makes its layer from the model's, if they differ; it has one cache.
         model_layer: Prefix of a layer's weights in the model.
-        chains: A checkpoint has a head for each draft, under the numbers of further layers; each
-            one reads the states of the one before.
-        published_by: A weight by which `sanitize` recognizes a published checkpoint, under a name
-            that no layer has; the head does without it.
+        chains: A checkpoint has a head for each draft, numbered after the model's layers; each head
+            reads the previous one's states.
+        published_by: A weight by which `sanitize` recognizes a published checkpoint; it belongs to
+            no layer, and the head does not need it.
     """
 
     prefix: str
@@ -79,7 +79,7 @@ def _ernie_fields(config: Fields) -> Fields:
 def _exaone_fields(config: Fields) -> Fields:
     """Its layer is of the first layer's type, unless the config names one."""
     own = (config.get("mtp_layer_types") or config["layer_types"])[0]
-    # Layers rotate if they have a window, or if none of the model has.
+    # A layer has RoPE if it has a window, or if no layer of the model has one.
     types = [own, *config["layer_types"]]
     return {**_ONE_LAYER, "layer_types": types, "is_moe_layer": [False]}
 
@@ -92,7 +92,7 @@ def _mellum_fields(config: Fields) -> Fields:
 
 
 def _mimo_v2_fields(config: Fields) -> Fields:
-    # The second entry of the pattern only names the other kind, which the model looks for.
+    # The second entry of the pattern is there only because the model looks for the other kind.
     return {**_ONE_LAYER, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]}
 
 
@@ -101,10 +101,10 @@ def _longcat_fields(config: Fields) -> Fields:
 
 
 class _WithoutExperts(nn.Module):  # type: ignore[misc]
-    """The first half of a LongCat layer, as LongCat's head has it: an attention and an MLP.
+    """The first half of a LongCat layer, used by LongCat's head: an attention and an MLP.
 
     Args:
-        layer: It has two of each, under the same names, and experts beside them.
+        layer: The whole layer, which has two of each under the same names, and experts.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -149,10 +149,10 @@ _STEP_LISTS = (
 
 
 def _step_fields(config: Fields) -> Fields:
-    """Lists of the model's layers go on with those of its heads.
+    """The head's fields: the config's lists have its layer after the model's.
 
     Raises:
-        ValueError: They do not.
+        ValueError: A list has no entry for it.
     """
     number = config["num_hidden_layers"]
     lists = {name: config[name] for name in _STEP_LISTS if isinstance(config.get(name), list)}
