@@ -24,7 +24,7 @@ class SchedulerConfig:
         max_num_seqs: Maximum number of running sequences.
         max_num_batched_tokens: Maximum tokens per step; at least `max_num_seqs`, so that running
             decodes always leave room for a prompt.
-        max_num_prompt_tokens: Maximum prompt tokens per step beside the decodes; None leaves only
+        max_num_prompt_tokens: Maximum prompt tokens per step, besides the decodes; None leaves only
             `max_num_batched_tokens`.
         max_num_prefills: Maximum number of running sequences that are in their prompt; None sets no
             limit.

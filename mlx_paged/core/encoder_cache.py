@@ -126,9 +126,9 @@ class EncoderCache:
             self._make_room(0)
 
     def cancel(self, step: int) -> None:
-        """The step being built became none; `step` is the newest one that was launched.
+        """Cancels the step being built; `step` is the newest launched one.
 
-        Features that are released from now on are not in use by a step that never comes.
+        Features released from now on then do not wait for a step that never runs.
         """
         self.step = min(self.step, step)
 

@@ -158,9 +158,9 @@ class Request:
     max_output_tokens: int = field(default=0, init=False)
     sequences: list[Sequence] = field(default_factory=list, init=False, repr=False)
     num_unfinished: int = field(default=0, init=False)  # sequences
-    # Why it was not in the prefix cache, once admitted; None if it was, or nothing tells.
+    # Why it was not in the prefix cache, once admitted; None if it was, or for an unknown reason.
     cache_miss: CacheMiss | None = field(default=None, init=False, repr=False)
-    # Why the blocks that another engine was asked for did not come; None if they did.
+    # Why a prefill engine did not send the requested blocks; None if it did.
     transfer_failure: str | None = field(default=None, init=False, repr=False)
     # The sequence that its siblings fork (`Scheduler._prompt_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
@@ -206,7 +206,7 @@ class Request:
         return bool(self.sequences) and self.num_unfinished == 0
 
     def release(self) -> None:
-        """Lets go of its finished sequences, which refer to it.
+        """Drops its finished sequences, which refer to it.
 
         Otherwise their tokens stay in memory until the garbage collector visits everything.
         """

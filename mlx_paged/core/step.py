@@ -186,8 +186,8 @@ class StepResult:
             None if there are none, or if the step did not run as a whole.
         time: The time that a step with prompts took; None if it was not measured or did not run as
             a whole.
-        seconds: The share of this step in the time of a busy device: from its launch, or from the
-            end of the step before if that was later, to its end.
+        seconds: Time of the step on a busy device: from its launch, or from the end of the previous
+            step if that was later, to its end.
     """
 
     token_ids: list[list[int]] = field(default_factory=list)

@@ -22,15 +22,15 @@ from mlx_paged.core.step import StepBatch, StepTime
 #: Prompt tokens that a step may always have, so that prompts make progress on any machine.
 MIN_PROMPT_TOKENS = 32
 
-# A step has at most this many times the prompt tokens of the largest one measured. The first steps
-# of an engine are therefore small.
+# Maximum prompt tokens of a step, as a multiple of the largest measured step. The first steps of an
+# engine are therefore small.
 _GROWTH = 4
 _FIRST_TRUSTED = 16  # tokens
 _KEPT = 0.95  # weight of a step relative to the next one
 _STIFFNESS = 0.01  # pull toward the last estimate, relative to the weight of the measured steps
 _OUTLIER = 4.0  # times the expected time
 _MAX_SLOWDOWN = 8.0
-_RECOVERY = 0.3  # part of a slowdown that a step without one takes back
+_RECOVERY = 0.3  # share of a slowdown that a step without slowdown removes
 # A prompt token is at most this many times cheaper than those of the last step. Noise can make
 # attention look too costly, and then tokens of a new prompt too cheap.
 _CHEAPER = 2.0

@@ -1,8 +1,8 @@
 """Waits for a GPU step without sleeping, unless that would disturb another process.
 
-After a sleep, the host's work between two steps takes longer, because its core was off and its
-caches are cold. GPU steps are so short that every one of them shows this, and so does the first
-token of a request.
+After a sleep, the host's work between two steps takes longer, because its core was powered down and
+its caches are cold. GPU steps are so short that this slows every step, and the first token of a
+request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_paged import cgroups, runtime
 from mlx_paged.platform import Platform
 
-_LONGEST = 1.0  # seconds; a GPU that failed never says that it is done
+_LONGEST = 1.0  # seconds; a failed GPU never reports that it is done
 _FEWEST_CPUS = 2.0  # The GPU's driver has threads, too.
 _FEWEST_ASLEEP, _MAX_ASLEEP = 64, 4096
 
@@ -22,9 +22,9 @@ _FEWEST_ASLEEP, _MAX_ASLEEP = 64, 4096
 class ActiveWait:
     """Waits for arrays: actively, or not at all if another process wants the same core.
 
-    A thread that never sleeps is a bad neighbor on a shared core, and the kernel gives it the core
-    back late. So after a wait in which it lost the core, the caller sleeps in the next 64 waits, as
-    MLX's own waits do. If that happens again right away, it sleeps in the next 128, and so on.
+    On a shared core, a thread that never sleeps delays others, and the kernel gives it the core
+    back late. So after a wait in which it lost the core, the caller sleeps in the next 64 waits,
+    like MLX's own waits. If that happens again right away, it sleeps in the next 128, and so on.
     """
 
     def __init__(self) -> None:

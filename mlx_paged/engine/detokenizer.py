@@ -74,7 +74,7 @@ class _StreamDecoder:
     """Decodes with one of mlx-lm's detokenizers, which owns its text.
 
     Args:
-        stream: Nobody else uses it.
+        stream: Used by this object only.
     """
 
     def __init__(self, stream: StreamingDetokenizer) -> None:

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Number of good steps after which a limit set by a lack of memory doubles.
 _STEPS_UNTIL_LARGER = 64
-# A step that the host waited for at least this long (seconds) ended just then. So did one that the
-# host looked at soon after its launch: within this part of its time.
+# The measured end of a step is exact if the host waited for it at least this long (seconds), or
+# looked at it within this fraction of its time after the launch.
 _LEAST_WAIT = 0.0002
 _SOON = 0.1
 
@@ -141,7 +141,7 @@ class InProcessExecutor:
             step.launched = self._runner.launch(batch, previous)
             step.returned_at = self._clock()
         except Exception as error:
-            if not isinstance(error, RejectedItem):  # That is no fault of the device.
+            if not isinstance(error, RejectedItem):  # which is not a fault of the device
                 self._note(error, batch.num_tokens)
 
     def read(self) -> StepResult:
@@ -176,7 +176,7 @@ class InProcessExecutor:
         """See `Executor`. A fault of this device ends no more than its sequences."""
 
     def _choose(self, step: PendingStep) -> None:
-        """Chooses the tokens of a step, if that has waited for the masks of the host."""
+        """Samples the tokens of a step, if that has waited for masks from the host."""
         if step.launched is None:
             return
         try:
@@ -315,8 +315,8 @@ class InProcessExecutor:
 
 
 def _fill_drafts(batch: StepBatch) -> None:
-    """Waits for drafts in flight. If they failed, the step verifies those in the batch, which are
-    as good as any guess."""
+    """Waits for drafts in flight. If they failed, the step verifies the placeholders in the batch,
+    which are valid guesses."""
     if batch.drafts_in_flight is not None:
         try:
             batch.drafts_in_flight.fill(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-# Why a sequence got no token (`ModelRunner.read`).
+# Reasons why a sequence got no token (`ModelRunner.read`).
 NOT_A_NUMBER = "its logits are not numbers (NaN)"
 INFINITE = "its logits are infinite"
 NO_PERMITTED_TOKEN = (

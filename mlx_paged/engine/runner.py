@@ -72,9 +72,9 @@ class Chosen(NamedTuple):
 class LaunchedStep:
     """A step that is running on the device, with the arrays of its results.
 
-    If masks decide about its tokens, only its forward pass has been launched. Its tokens are chosen
-    when they are first asked for, which must be before the next step is launched. Until then, the
-    host can commit the step before, whose tokens the masks follow.
+    If its tokens need masks, only its forward pass has been launched. Its tokens are sampled when
+    `chosen` is first read, which must be before the next step is launched. Until then, the host can
+    commit the previous step, whose tokens determine the masks.
     """
 
     batch: StepBatch
@@ -158,14 +158,14 @@ class ModelRunner:
         num_blocks: Blocks of the pools; None if `allocate` makes them later.
         media: Encodes media items, if the model takes any.
         masks: Makes the masks that batches name, if any.
-        orders_all: On the CPU, give the rows of all decodes the same bits in any company. False
-            does so for up to 64 rows, because a BLAS multiplies more of them faster.
+        orders_all: On the CPU, give the rows of all decodes the same bits in any batch. False does
+            so for up to 64 rows, because a BLAS multiplies more rows faster.
         to_vocabulary: Maps logits to those of another model's vocabulary before sampling, because
             noise depends on their width.
 
     Attributes:
-        share_tokens: On rank 0 of several, gives a step's tokens to the others; None: there are
-            none.
+        share_tokens: On rank 0 of several, sends a step's tokens to the others; None on a single
+            rank.
     """
 
     def __init__(
@@ -223,16 +223,16 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Builds a step, starts it on the device, and returns immediately.
 
-        Masks wait until the tokens of the step are asked for, see `LaunchedStep`. A step that
-        raises leaves no trace: the handles of the pools stay the same.
+        Masks wait until the tokens of the step are read, see `LaunchedStep`. A step that raises
+        leaves no trace: the handles of the pools stay the same.
 
         Args:
             previous: The step before, or its tokens, if the batch uses any of them.
             features, bounds: See `StepInputs`.
 
         Raises:
-            ValueError: The batch has adapters that it does not bring, or in slots that the model
-                does not have.
+            ValueError: The batch lacks one of its adapters, or names a slot that the model does not
+                have.
         """
         before = self.model.pools()
         try:
@@ -448,7 +448,7 @@ class ModelRunner:
         features: mx.array | None = None,
         bounds: np.ndarray | None = None,
     ) -> StepOutput:
-        """Builds the model's part of a step: the same graph on every rank, whose collectives meet.
+        """Builds the model's part of a step: the same graph and collectives on every rank.
 
         Args:
             previous: The tokens of the step before, if the batch uses any of them.
@@ -614,7 +614,7 @@ def _joined(taps: Sequence[mx.array], num_rows: int) -> mx.array:
 
 
 def _is_greedy(metadata: SamplingMetadata) -> bool:
-    """True if the largest logits decide about all tokens, and nothing else is asked of them."""
+    """True if all tokens are greedy and nothing else is requested of the logits."""
     return not (metadata.edits or metadata.logprobs or len(metadata.drawn))
 
 

@@ -19,7 +19,7 @@ class SpecDecodingStats:
     Attributes:
         num_drafts: Times that drafts of a sequence were verified.
         num_draft_tokens: Drafts.
-        num_accepted_tokens: Those that were accepted.
+        num_accepted_tokens: Accepted drafts.
         num_accepted_tokens_per_pos: The same by place in the draft.
     """
 
@@ -84,9 +84,9 @@ class EngineStats:
         memory: MLX's memory.
         num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
-        num_recoveries: Times the engine was repaired after an exception out of a call.
+        num_recoveries: Times the engine was repaired after a call raised.
         encoder_cache: Features of pictures, videos and sounds.
-        compilation: How the model's steps are compiled.
+        compilation: The compilation of the model's steps.
         pressure: The system's memory pressure, and what was given back.
         spec_decoding: Drafts; None without speculation.
         offloading: Blocks outside of the device; None if evicted blocks are dropped.

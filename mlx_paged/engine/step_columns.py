@@ -1,4 +1,4 @@
-"""StepColumns: adds to a scheduled batch the columns that the scheduler does not know.
+"""StepColumns: adds columns to a scheduled batch that the scheduler does not need.
 
 These are sampling settings, prompt tokens to report, and media. They are plain data: nothing in a
 batch refers to a sequence.

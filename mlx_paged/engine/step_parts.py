@@ -123,7 +123,7 @@ def _slots(batch: StepBatch, piece: Piece) -> StateMove:
 
 
 def _copies(batch: StepBatch, part: Part, block_size: int) -> tuple[tuple[Any, ...], ...]:
-    """Returns True if a copy goes with a piece, because the piece continues the copy's target.
+    """Returns True if a copy belongs to a piece, because the piece continues the copy's target.
 
     A later copy would undo what that sequence has written."""
     begun = [p.place for p in part if p.begin == 0]

@@ -49,15 +49,15 @@ _FEW = 64
 # Sequences up to which decodes of every padded size are prepared. A load passes through all of them
 # while it grows and shrinks.
 _MOST_PADDED = 256
-# Prompts beside decodes: (sequences that decode, tokens of the prompt; 0: what a step has left).
+# Steps of decodes and a prompt: (sequences that decode, prompt tokens; 0: the rest of the step).
 _MIXED = ((8, 512), (32, 0))
 # Numbers of rows of steps with prompts that are prepared, between each power of two and the next.
 # cuBLAS has a kernel for nearly every number and loads it on first use, which takes several
 # milliseconds for each product.
 _ROWS_PER_OCTAVE = 8
 _TOKENS_OF_LOAD = 1024  # of each prompt of such a step
-# For all of them, and for decodes of many rows that are no program, whose graphs MLX compiles for
-# seconds each: large models take longer, and start without the rest.
+# Limit for all of them, and for decodes of many rows that are not device programs, whose graphs MLX
+# compiles for seconds each. Large models take longer, and start without the rest.
 _SECONDS_OF_OPTIONAL = 6.0
 _SLOT = 1  # of the adapter; the scheduler fills this one first
 

@@ -79,7 +79,7 @@ class AttentionGroup(KVCacheGroup):
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
         node = node.ancestor(depth)
         if self.sees_everything:
-            # Leaves are evicted first, so all ancestors of a node on the device are there too.
+            # Leaves are evicted first, so all ancestors of a node on the device are on it too.
             while node.parent is not None and node.entries[self.number] <= ABSENT:
                 node = node.parent
             return node.depth
@@ -116,10 +116,10 @@ class AttentionGroup(KVCacheGroup):
     def on_indexed(self, tables: BlockTables, index: int, node: PrefixNode) -> None:
         """Indexes block `index` of a sequence under `node`.
 
-        If an equal block is already indexed, one of the two goes, so content is stored once. The
-        indexed one goes if nothing uses it: it may have other last bits, as the last token of a
-        prompt has that was computed alone now and in a chunk then. A sequence that went on with it
-        would have tokens that depend on when that happened.
+        If an equal block is already indexed, one of the two is dropped, so content is stored once.
+        The indexed one is dropped if it is unused: its last bits may differ, because the last token
+        of a prompt was computed in a chunk then and alone now. A sequence that continued from it
+        would have tokens that depend on the time of the drop.
         """
         table = tables.attention[self.number]
         own = table.blocks[index]

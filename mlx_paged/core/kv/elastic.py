@@ -32,7 +32,7 @@ class DevicePools(Protocol):
         """Resizes the pools of an attention group, after it has copied some blocks."""
 
     def drop_state(self, slot: int) -> None:
-        """Drops the state that a slot stands for."""
+        """Drops the state in a slot."""
 
 
 class ElasticKVManager(ForkingKVManager):

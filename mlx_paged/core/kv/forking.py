@@ -1,7 +1,7 @@
-"""ForkingKVManager: a KV store whose sequences are also forked as a whole, cut and overwritten.
+"""ForkingKVManager: a KV store whose sequences can also be forked, cut and overwritten.
 
-The sequences of a scheduler only grow, and write to their own blocks. These may change at any
-position: `make_writable` replaces shared blocks by copies before a write.
+A scheduler's sequences only grow, and write to their own blocks. Sequences here may change at any
+position: `make_writable` replaces shared blocks with copies before a write.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_paged.errors import IntegrityError
 
 
 class ForkingKVManager(KVManager):
-    """A `KVManager` for sequences of any life. They may run beside those of schedulers."""
+    """A `KVManager` whose sequences can be forked, cut and overwritten. Schedulers may share it."""
 
     def open(self, tokens: Sequence[int]) -> BlockTables:
         """Creates empty tables, to be filled by `attach_prefix` and `make_writable`.

@@ -1,9 +1,9 @@
-"""Keeping: chooses the blocks that are worth writing to disk, when a sequence reaches a turn.
+"""Keeper: chooses the blocks worth writing to disk when a sequence reaches the end of a turn.
 
-A disk wears out, so one-off short prompts are not written: only prefixes that were used twice or
-are long. What is written makes a *point*, from which every group can continue: all blocks of full
-attention before it, the windows behind it, and the recurrent state of exactly there. Windows and
-states are written again for every point, so points must not be too close together.
+Writing wears out a disk, so only prefixes that were used twice or are long are written. A write
+creates a *point* from which every group can continue: all blocks of full attention before it, the
+windows that end there, and the recurrent state at exactly that token. Windows and states are
+written again for every point, so points must not be too close together.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mlx_paged.core.kv.stored import StoredPrefix
 from mlx_paged.core.kv.tables import BlockTables
 from mlx_paged.core.kv.tree import PrefixNode
 
-#: Prefixes of at least this many tokens are written the first time.
+#: Prefixes of at least this many tokens are written at first use.
 LONG_TOKENS = 2048
-#: New tokens that are worth writing.
+#: Minimum new tokens worth writing.
 LEAST_TOKENS = 256
-# Windows and states of a point may take this many times the bytes of its new tokens.
+# Maximum bytes of a point's windows and states, as a multiple of the bytes of its new tokens.
 _MAX_POINT_COST = 2
-# New tokens of a point of a model that keeps nothing for tokens themselves.
+# Minimum new tokens of a point of a model without attention.
 _STATE_TOKENS = 1024
 
 
@@ -31,7 +31,7 @@ class Keeper:
 
     Args:
         block_bytes: Bytes of a block of each group.
-        is_kept: Returns True if a node's content of a group is on disk, or on its way.
+        is_kept: Returns True if a node's content of a group is on disk, or being written.
     """
 
     def __init__(

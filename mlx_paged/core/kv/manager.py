@@ -68,9 +68,9 @@ class KVManager:
             then `windows` in order; `states` is the group with slots.
         prefixes: Finds where a sequence can continue.
         media_ids: Ids that stand for media in the prefix tree.
-        restorations: Content that admitted sequences wait for, oldest first. Whoever moves the
-            bytes counts them in `Restoration.num_done`; `finish_restoration` then lets the
-            sequence go on. The sequence of a failed one must be freed and admitted again.
+        restorations: Content that admitted sequences wait for, oldest first. The code that moves
+            the bytes counts them in `Restoration.num_done`; `finish_restoration` then lets the
+            sequence continue. The sequence of a failed one must be freed and admitted again.
     """
 
     def __init__(

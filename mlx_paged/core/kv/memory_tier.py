@@ -102,7 +102,7 @@ class MemoryTier:
         return None
 
     def worth(self, stored: StoredPrefix, first: int) -> int:
-        """See `Tier`. Everything is worth it."""
+        """See `Tier`. All blocks are worth storing."""
         return stored.num_blocks
 
     def on_refused(self) -> None:

@@ -1,4 +1,4 @@
-"""Misses: why a prompt was not in the prefix cache, told by the prompts before it."""
+"""PromptHistory: explains prefix cache misses by comparing a prompt with earlier prompts."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from enum import StrEnum
 
 from mlx_paged.core.kv.tree import TOKEN_TYPE, common_prefix_len, token_bytes
 
-# Prompts that are remembered, and their tokens in all.
+# Maximum prompts to remember, and their total tokens.
 _MAX_PROMPTS = 64
 _MAX_TOKENS = 1 << 21
-# Tokens of each prompt that are told where two differ.
+# Tokens of each prompt to report where two differ.
 _NUM_TOLD = 8
 _FIRST_MEDIA_ID = 1 << 31
 
 
 class MissReason(StrEnum):
-    """Why tokens of a prompt were computed although they could have been cached."""
+    """Reason why tokens of a prompt were computed although they could have been cached."""
 
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"  # seen, but no longer kept, or not in all groups
     COMPUTED_FASTER = "computed_faster"  # kept, but restoring it would take longer
     SALT = "salt"  # seen under another cache salt
     ADAPTER = "adapter"  # seen with another adapter
-    MEDIA = "media"  # the first difference is in a picture, a video or a sound
+    MEDIA = "media"  # the first difference is in an image, video or audio item
     FORMAT = "format"  # kept on disk only in another format of the cache
-    TRANSFER = "transfer"  # the prefill engine was asked for it, and failed
+    TRANSFER = "transfer"  # the prefill engine failed to send it
 
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """Why part of a prompt was not cached, and where it departs from the closest earlier prompt.
+    """Explains why part of a prompt was not cached, and where it departs from the closest earlier
+    prompt.
 
     Attributes:
         num_cached_tokens: Its tokens that came from the cache.
         num_shared_tokens: Leading tokens that it shares with the closest earlier prompt and answer.
         given: Its next tokens; ids of media are process-local.
-        earlier: The next tokens of the earlier one; empty if it ends there.
-        detail: How a transfer failed.
+        earlier: The next tokens of the earlier prompt; empty if that ends there.
+        detail: Error of a failed transfer.
     """
 
     reason: MissReason
@@ -52,10 +53,10 @@ class CacheMiss:
     detail: str = ""
 
     def for_client(self) -> CacheMiss:
-        """The same without what other prompts hold, and without other machines, for the sender of
-        this one.
+        """Returns the explanation for the prompt's sender, without other prompts' contents and
+        without other machines.
 
-        Salts keep users apart, so a prompt under another one counts as never seen.
+        Salts separate users, so a prompt under another salt counts as never seen.
         """
         if self.reason is MissReason.SALT:
             return replace(
@@ -88,7 +89,7 @@ class _Seen:
 
 
 class PromptHistory:
-    """The last prompts with their answers, and how often prompts were not cached, by reason.
+    """The latest prompts with their answers, and the number of misses by reason.
 
     Attributes:
         counts: Number of misses of each reason.
@@ -111,14 +112,14 @@ class PromptHistory:
         transfer_failure: str | None = None,
         block_size: int,
     ) -> CacheMiss | None:
-        """Remembers a prompt that is admitted; returns why it was not cached, if it was not.
+        """Remembers an admitted prompt; returns why it was not cached, if it was not.
 
         Args:
             prompt: The live tokens of its sequence, with ids of media.
             num_cached: Its leading tokens that came from the cache.
             num_refused: Tokens after these that are stored, but computed because that is faster.
-            transfer_failure: Why the blocks of another engine did not come, if it was asked.
-            block_size: Tokens of a block. Less is no miss.
+            transfer_failure: Why a prefill engine did not send its blocks, if it was asked.
+            block_size: Tokens of a block. Fewer tokens are not a miss.
         """
         found = None
         # All full blocks before the last token could have been cached.
@@ -152,7 +153,7 @@ class PromptHistory:
             elif each.salt != salt:
                 kind = MissReason.SALT
             (best, _), tokens = closest.get(kind, (0, None)), each.tokens
-            # One token rules out most prompts. Comparing all 64 of them would take longer than
+            # One token rules out most prompts. Comparing all 64 completely would take longer than
             # scheduling the new one.
             if min(len(prompt), len(tokens)) <= best or tokens[best] != prompt[best]:
                 continue

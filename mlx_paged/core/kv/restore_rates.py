@@ -1,8 +1,8 @@
-"""RestoreRates: decides which stored blocks come back faster than they are computed.
+"""RestoreRates: decides which stored blocks are restored faster than they are computed.
 
-A tier restores some bytes per second, and a device computes some tokens of prompts per second. On a
-large GPU behind a slow bus, a long prefix may be computed sooner than it comes back. Both rates are
-measured while the engine works. Until enough is known of both, everything is restored::
+On a large GPU behind a slow bus, a long prefix may be computed faster than it is restored. The
+rates of restoring (bytes per second) and computing (prompt tokens per second) are measured while
+the engine works. Until both are known, everything is restored::
 
       blocks      [ device ][ memory ][ memory ][ disk ][ disk ]
       computed              1.2 ms    1.2 ms    1.2 ms  1.2 ms
@@ -10,9 +10,9 @@ measured while the engine works. Until enough is known of both, everything is re
                                                 |
                                                 computed from here on
 
-A level that is refused is not measured meanwhile. Each refusal takes some weight from its past, so
-after a few dozen it is tried again. The same holds for another engine that computes prompts, which
-may take a few times as long: the sequences here run on meanwhile.
+A level that is refused is not measured. Each refusal lowers the weight of its past measurements, so
+it is tried again after a few dozen. The same holds for a prefill engine, which may take a few times
+as long, because the sequences here continue to run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from mlx_paged.core.kv.tier import ABSENT
 #: Bytes of a level, and tokens of prompts, that must have been measured before a block is refused.
 LEAST_BYTES = 64 << 20
 LEAST_TOKENS = 2048
-# Older ones than these are forgotten.
+# Maximum bytes and tokens whose measurements are remembered.
 _MOST_BYTES = 1 << 30
 _MOST_TOKENS = 1 << 16
-# The weight of the past of a level after a refusal.
+# Factor on the weight of a level's past measurements at a refusal.
 _FADING = 0.9
-# Another engine may take this many times as long for a prompt as this one.
+# A prefill engine may take this many times as long for a prompt as this engine.
 _MOST_SLOWDOWN = 4
 
 
@@ -45,7 +45,7 @@ class Level(StrEnum):
 
 
 class Rate:
-    """Seconds that a unit takes, from the latest measurements.
+    """Seconds per unit, from the latest measurements.
 
     Args:
         least: Units that must have been measured before the rate counts as known.
@@ -58,14 +58,14 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> None:
-        """Adds a measurement. Its amount may be 0: time that passed before anything was done."""
+        """Adds a measurement. Its amount may be 0: time that passed before any unit was done."""
         self._amount += amount
         self._seconds += seconds
         if self._amount > self._most:
             self.fade(self._most / self._amount)
 
     def fade(self, weight: float) -> None:
-        """Multiplies the weight of the past."""
+        """Multiplies the weight of past measurements."""
         self._amount *= weight
         self._seconds *= weight
 
@@ -95,11 +95,11 @@ class RestoreRates:
         self._remote = Rate(LEAST_TOKENS, _MOST_TOKENS)  # from a prompt's arrival to its last block
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a step that computed tokens of prompts, and little else."""
+        """Learns from a step that computed mainly prompt tokens."""
         self._computed.add(num_tokens, seconds)
 
     def note_restored(self, level: Level, num_bytes: int, seconds: float) -> None:
-        """Learns from blocks that came back while nothing else ran."""
+        """Learns from blocks that were restored while nothing else ran."""
         self._restored[level].add(num_bytes, seconds)
 
     def note_remote(self, num_tokens: int, seconds: float) -> None:
@@ -107,8 +107,8 @@ class RestoreRates:
         self._remote.add(num_tokens, seconds)
 
     def pays_remotely(self) -> bool:
-        """True unless another engine takes too long for a prompt that has arrived. Each refusal
-        counts, so call it once for a prompt."""
+        """True unless a prefill engine takes too long for a new prompt. Each refusal counts, so
+        call it once per prompt."""
         computed, remote = self._computed.seconds, self._remote.seconds
         if computed is None or remote is None or remote <= _MOST_SLOWDOWN * computed:
             return True

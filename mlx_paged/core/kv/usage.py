@@ -20,7 +20,7 @@ class KVCounters:
         num_evictions: Blocks of the first group evicted to make room.
         num_restored_tokens: Tokens among the cached ones that came back from a tier.
         num_refused_tokens: Tokens that a tier had, but that were computed because that is faster.
-        num_deduplicated_blocks: Computed blocks that equaled an indexed one; one of both went.
+        num_deduplicated_blocks: Computed blocks that equaled an indexed one; one was dropped.
         num_resets: Calls of `reset_prefix_cache`.
     """
 

@@ -8,7 +8,7 @@ and waits in a restoration while they are filled, as for a disk::
       this engine           [ blocks ][ blocks ][ blocks ][ the last tokens ][ answer ...
       other sequences   [ decode ][ decode ][ decode ][ decode ][ decode ]
 
-Whatever goes wrong, the prompt is computed here.
+If anything fails, the prompt is computed here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Transfer:
         views: Indices of the blocks of each group that are sent.
         num_pins: Blocks that a restoration waits for.
         is_used: True once a block was taken, which no other restoration can have.
-        has_failed: True once it is known that some block will not come.
+        has_failed: True once it is known that some block will not arrive.
     """
 
     number: int
@@ -71,7 +71,7 @@ class _Transfer:
 
 
 class RemoteLevel:
-    """Asks the prefill engine, and gives a restoration the blocks that have come.
+    """Requests prompts from the prefill engine, and restores the blocks that have arrived.
 
     Args:
         identity: Digest of the model and its cache.
@@ -80,7 +80,7 @@ class RemoteLevel:
         min_tokens: Prompts with fewer tokens to compute are not sent.
         on_change: Called when blocks have arrived, on any thread.
         stats: Counts transfers; it outlives the KV manager.
-        rates: Tells whether the other engine is fast enough.
+        rates: Decides whether the other engine is fast enough.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RemoteLevel:
         return names, first_block
 
     def _may_be_sent(self, request: Request) -> bool:
-        """True if the other engine can compute the prompt: it gets tokens, and nothing else."""
+        """True if the other engine can compute the prompt: it only gets tokens."""
         is_text = request.prompt_media is None and request.adapter is None
         return is_text and request.read_prefix_cache and not request.stops
 
@@ -215,7 +215,7 @@ class RemoteLevel:
     # Restoring.
 
     def take(self, key: int) -> Bytes | None:
-        """``[num_bytes]`` uint8: the content of a pinned key; None if it has not come."""
+        """``[num_bytes]`` uint8: the content of a pinned key; None if it has not arrived."""
         number, group, block = self._place(key)
         transfer = self._transfers[number]
         data = transfer.incoming.take(group, block)
@@ -225,7 +225,7 @@ class RemoteLevel:
         return np.frombuffer(data, dtype=np.uint8)
 
     def has_failed(self, key: int) -> bool:
-        """True if the content of a pinned key will not come."""
+        """True if the content of a pinned key will not arrive."""
         transfer = self._transfers[self._place(key).number]
         if transfer.incoming.is_over:
             transfer.is_used = True
@@ -270,6 +270,6 @@ class RemoteLevel:
         transfer.incoming.cancel()
 
     def close(self) -> None:
-        """Ends all transfers: the KV manager was given up."""
+        """Ends all transfers, because the KV manager was discarded."""
         for transfer in list(self._transfers.values()):
             self._end(transfer)

@@ -1,4 +1,4 @@
-"""Opens the end of the connections between two engines that the options name."""
+"""Opens this engine's end of the connection between two engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LEAST_SECRET_BYTES, _MOST_SECRET_BYTES = 16, 1 << 16
 
 
 def ends_of(config: EngineConfig) -> tuple[Receiver | None, PrefillServer | None]:
-    """Returns what asks a prefill engine, or what is asked, by the role.
+    """Returns the client of a prefill engine or its server, depending on the role.
 
     Raises:
-        InvalidParameterError: The secret cannot be read, or the address not be used.
+        InvalidParameterError: The secret cannot be read, or the address cannot be used.
     """
     if config.role is None:
         return None, None

@@ -119,7 +119,7 @@ class Prefilling:
         self._names: PrefixNames | None = None
 
     def attach(self, kv: KVManager, names: PrefixNames) -> None:
-        """Connects it to the newest KV manager; the one before is given up."""
+        """Connects it to the newest KV manager; the previous one was discarded."""
         self.end_all("the engine was repaired after an error")
         self._kv, self._names = kv, names
 

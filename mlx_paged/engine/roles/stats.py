@@ -10,9 +10,9 @@ class TransferStats:
     """Prompts that one engine computed for another, since the engine was made.
 
     Attributes:
-        num_prompts: Prompts that the prefill engine was asked for, or was asked by a decode engine.
-        num_failed_prompts: Those whose blocks did not all come, or were not all sent.
-        num_blocks, num_bytes: Blocks that came, or were sent, and their bytes.
+        num_prompts: Prompts requested from the prefill engine, or by a decode engine.
+        num_failed_prompts: Prompts whose blocks were not all received, or not all sent.
+        num_blocks, num_bytes: Blocks received or sent, and their bytes.
     """
 
     num_prompts: int = 0

@@ -31,7 +31,7 @@ UIntArray = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How to choose the tokens of a step, a column for each setting; n is the rows of logits."""
+    """Sampling settings of a step, one column per setting; n is the number of rows of logits."""
 
     temperature: FloatArray  # [n] float32
     key: UIntArray  # [n, 2], of their seeds

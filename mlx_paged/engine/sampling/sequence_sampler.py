@@ -1,4 +1,4 @@
-"""From a request's parameters to how each of its tokens is chosen."""
+"""SequenceSampler: turns a request's parameters into the sampling settings of each token."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _ALL = 1 << 30  # as a top_k: no vocabulary is as large
 class SamplingRow(NamedTuple):
     """The sampler's settings of one row.
 
-    Randomness is counter-based and depends only on `seed` and `position`, so a row's tokens depend
-    neither on its batch nor on how its prompt was cut into chunks.
+    Randomness is counter-based and depends only on `seed` and `position`, so a row's tokens do not
+    depend on its batch or on how its prompt was cut into chunks.
     """
 
     temperature: float  # 0: greedy

@@ -1,8 +1,8 @@
 """Acceptance: estimates the acceptance rate of drafts from past ones.
 
-Drafts differ by where they come from and by the length of the match. Each such kind has its own
-estimate for the first draft, and for a draft after an accepted one. A sequence's own experience
-counts more, the more it has.
+Drafts differ by source and by the length of the match. Each such kind has its own estimate for the
+first draft, and for a draft after an accepted one. The more drafts a sequence has had, the more its
+own acceptance rate counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-#: Matches of more tokens than these are of the next kind.
+#: Maximum tokens of a match of each kind; longer matches are of the next kind.
 _LENGTHS = (1, 2, 3, 5, 9, 17)
 _DECAY = 0.98  # for all sequences together
 _OWN_DECAY = 0.9  # for one
@@ -20,7 +20,7 @@ _START = 4.0  # number of drafts that the values below count for
 
 
 class Source(IntEnum):
-    """Where a draft comes from."""
+    """The source of a draft."""
 
     SEQUENCE = 0
     SHARED = 1  # another answer
@@ -70,7 +70,7 @@ def source_of(kind: int) -> Source:
 
 
 class Counts:
-    """Decayed numbers of drafts and of accepted ones, of each kind.
+    """Decayed counts of drafts and of accepted drafts, by kind.
 
     Args:
         decay: Weight of everything before a new draft.
@@ -96,7 +96,7 @@ class Counts:
             own[kinds] = [[(a + b) / 2 for a, b in zip(*pair)] for pair in pairs]
 
     def add(self, kind: int, is_later: bool, is_accepted: bool) -> None:
-        """Notes one draft."""
+        """Counts one draft."""
         tried, accepted = self.tried[kind], self.accepted[kind]
         tried[is_later] = self._decay * tried[is_later] + 1
         accepted[is_later] = self._decay * accepted[is_later] + is_accepted
@@ -121,8 +121,8 @@ class Acceptance:
         self._prior = self._all.copy()
 
     def fade(self) -> None:
-        """Moves the estimates for a model's drafts halfway back to their initial values: they have
-        aged."""
+        """Moves the estimates for a model's drafts halfway back to their initial values, because
+        they have aged."""
         self._all.approach(self._prior, Source.MODEL)
 
     def settle(self, draft: Draft, tokens: Sequence[int], own: Counts) -> None:

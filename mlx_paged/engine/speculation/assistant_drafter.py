@@ -1,7 +1,7 @@
 """AssistantDrafter: Gemma 4's assistant drafts from the model's own keys and values.
 
-It computes nothing while no drafts are made: it has no keys and values of its own, and needs only
-the hidden state of a sequence's last computed row, which every step returns. A round is one row of
+It has no keys and values of its own and needs only the hidden state of a sequence's last computed
+row, which every step returns, so it costs nothing while no drafts are made. A round is one row of
 each sequence::
 
     known tokens   [a b c d]e        the model has computed a .. d, whose keys all rounds see
@@ -41,10 +41,10 @@ _REPEATS = 3
 
 @dataclass
 class _Member:
-    """A sequence that is drafted for.
+    """A sequence that gets drafts.
 
     Attributes:
-        row: Of its hidden state among those of the last step.
+        row: Index of its hidden state among those of the last step.
         begin: Position of the first draft.
         drafts: The result. A draft of -1 could not be sampled.
     """
@@ -66,7 +66,7 @@ class AssistantDrafter(Drafter):
 
     Attributes:
         rounds: See `Price`.
-        target: What it uses of the model.
+        target: The parts of the model that it uses.
         windows: Groups of the model that have their own block tables, in their order.
     """
 
@@ -108,7 +108,7 @@ class AssistantDrafter(Drafter):
         batch, first = output.batch, 0
         for index, seq in enumerate(output.sequences):
             length, num_tokens = batch.query_lens[index], len(seq.tokens)
-            # Behind the row before the newest token are rejected drafts.
+            # Rows after the one before the newest token are rejected drafts.
             row = num_tokens - 2 - batch.starts[index]
             if 0 <= row < length:
                 self._rows[seq.seq_id] = num_tokens, first + row

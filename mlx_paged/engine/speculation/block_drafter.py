@@ -1,7 +1,7 @@
 """BlockDrafter: a head drafts all tokens of a block in one step.
 
-The rows of a step are those positions whose hidden states are new, and the block: the newest token,
-and a mask token for each draft. All rows of a block see each other::
+A step's rows are the positions with new hidden states, and the block: the newest token, and a mask
+token for each draft. All rows of a block see each other::
 
     position      2  3   4  5  6
     token               e  ?  ?          e is the newest token
@@ -9,8 +9,8 @@ and a mask token for each draft. All rows of a block see each other::
     drafts                 f  g
 
 The block's keys and values are overwritten once the model has computed these positions. Some heads
-draft from the newest token's row on, with one mask less. In others each draft depends on the one
-before: then the block's states come back, and drafts are drawn from them one after another.
+start to draft at the newest token's row, with one mask less. In others, each draft depends on the
+previous one: the step returns the block's states, and drafts are sampled from them one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockDrafter(HeadDrafter):
     """Drafts with a head for blocks.
 
     Args:
-        head: What `runner` runs.
+        head: The head that `runner` runs.
         num_tokens: See `HeadDrafter`.
     """
 
@@ -65,7 +65,7 @@ class BlockDrafter(HeadDrafter):
         self._head = head
 
     def _compute(self, wanted: Sequence[Wanted]) -> StartedDrafts:
-        """See `HeadDrafter`. If a grammar may shorten a block, the host reads it at once."""
+        """See `HeadDrafter`. If a grammar may shorten a block, the host reads it immediately."""
         rows, hidden = list(self._rows.values()), self._hidden
         self._rows, self._hidden = {}, None
         if hidden is None or not rows:
@@ -157,7 +157,7 @@ class BlockDrafter(HeadDrafter):
         return batch
 
     def _sampling(self, members: Sequence[Member]) -> SamplingMetadata:
-        """The settings of each draft. Only the first one's edits are known: those of the others
+        """The settings of each draft. Only the first one's edits are known: the others' edits
         depend on the drafts before them."""
         rows: list[SamplingRow] = []
         positions: list[int] = []

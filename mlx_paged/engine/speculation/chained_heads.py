@@ -1,8 +1,8 @@
-"""ChainedHeadsDrafter: several heads, each for one draft, read the states of the head before.
+"""ChainedHeadsDrafter: several heads with one draft each; each reads the previous head's states.
 
-Head `k`, counted from 0, reads at position `p` the states that head `k - 1` had at `p`, and the
-token at `p + 1 + k`. The first one reads the model's. So each head runs once for the new tokens of
-a step, one position earlier than the head before, and once more for every draft before its own::
+At position `p`, head `k` (from 0) reads the states of head `k - 1` at `p`, and the token at
+`p + 1 + k`. Head 0 reads the model's states. So each head runs once for the new tokens of a step,
+one position earlier than the previous head, and once more for every draft before its own::
 
     position            2      3      4      5
     model computes                    d      e         h4, h5 are new, and so is f
@@ -10,9 +10,9 @@ a step, one position earlier than the head before, and once more for every draft
     head 1                  (e,a3) (f,a4) (g,a5) -> h    a: states of head 0; a3 is kept
     head 2           (e,b2) (f,b3) (g,b4) (h,b5) -> i    b: those of head 1; b2 is kept
 
-Rows of known tokens are computed once. Those of drafts are computed again with the tokens that
-come. Rows before a step may lie in blocks that other sequences share; their last positions may
-have seen other next tokens, see `head_drafter.py`.
+Rows of known tokens are computed once; rows of drafts again with the tokens that were sampled. Rows
+before a step may be in blocks that other sequences share; their last positions may have been
+computed with other next tokens, see `head_drafter.py`.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Kept(NamedTuple):
 
 @dataclass
 class _Chain:
-    """A sequence while one head after another runs.
+    """A sequence while the heads run one after another.
 
     Attributes:
         known: Its new tokens, and its drafts so far.
-        first: Position of the first row of the head before; at first, of the model's new rows.
+        first: Position of the first row of the previous head; initially of the model's new rows.
         row: That row's index in the states.
-        num_rows: Rows of the head before.
+        num_rows: Rows of the previous head.
     """
 
     known: Member
@@ -58,7 +58,7 @@ class _Chain:
     num_rows: int
 
     def drafts_with(self, number: int) -> bool:
-        """True if a head makes a draft: those before did, and none of theirs ends the answer."""
+        """True if a head makes a draft: all previous heads did, and no draft ends the answer."""
         drafts = self.known.drafts
         if self.known.max_drafts <= number or len(drafts) < number:
             return False
@@ -131,7 +131,7 @@ class ChainedHeadsDrafter(HeadDrafter):
         """Runs a head, and adds its drafts. Returns its states.
 
         Args:
-            states: Those of the head before, or of the model.
+            states: States of the previous head, or of the model.
         """
         kept = self._kept[number - 1] if number else {}
         running: list[tuple[_Chain, Member, _Kept | None]] = []
@@ -159,7 +159,7 @@ class ChainedHeadsDrafter(HeadDrafter):
         return launched.hidden
 
     def _keep(self, number: int, chains: Sequence[_Chain], states: mx.array) -> None:
-        """Keeps the states before the first row that a head will have next."""
+        """Keeps the states before the first row of a head's next step."""
         places: list[int] = []
         found: dict[int, tuple[int, int]] = {}
         for chain in chains:
@@ -171,14 +171,14 @@ class ChainedHeadsDrafter(HeadDrafter):
             return
         [rows] = ops.upload(np.array(places, dtype=np.int32))
         own = states[rows]
-        # Before the blocks that it was computed from change.
+        # Evaluated before the blocks that it was computed from change.
         mx.async_eval(own)  # type: ignore[no-untyped-call]
         for seq_id, (position, row) in found.items():
             self._kept[number - 1][seq_id] = _Kept(position, own, row)
 
 
 def _features(running: Sequence[tuple[_Chain, Member, _Kept | None]], states: mx.array) -> mx.array:
-    """``[num_rows, hidden_size]``: what the rows of a head read."""
+    """``[num_rows, hidden_size]``: the input states of a head's rows."""
     sources, offsets, num_states = [states], {}, len(states)
     places: list[int] = []
     for chain, member, kept in running:

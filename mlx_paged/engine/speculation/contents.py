@@ -1,10 +1,10 @@
-"""BlockContents: the tokens whose keys and values a draft model has in each block.
+"""BlockContents: records the tokens whose keys and values a draft model has in each block.
 
 A draft model has pools of its own, over the block tables of the model's full attention. The KV
 store decides what a block holds for the model; this records what it holds for the draft model,
 which computes nothing while no drafts are made. A record names a block's tokens and, by a
-fingerprint, all tokens before them. So it is right or does not match, whatever became of the block:
-nothing needs to be undone after preemption, eviction or a rollback.
+fingerprint, all tokens before them. So a record is right or does not match, and nothing needs to be
+undone after preemption, eviction or a rollback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Content(NamedTuple):
 
 
 class Followed:
-    """How far a draft model has computed one sequence.
+    """A draft model's progress in one sequence.
 
     ::
 

@@ -1,9 +1,9 @@
-"""StepCosts: how long a step takes, by its rows, its sequences and their contexts.
+"""StepCosts: the time of a step, by its rows, its sequences and their contexts.
 
-Drafts pay if a step with more rows takes little longer. That depends on machine, model and number
-format: on a GPU five rows cost what one does, on a CPU in 4 bits a row more costs half a step.
-Steps are measured when the engine starts; steps of requests correct the measurement, for drafts
-without a price by number of sequences and drafts (`learned_costs.py`).
+Drafts pay if a step with more rows takes little longer. That depends on machine, model and weight
+format: on a GPU five rows cost as much as one; on a CPU in 4 bits, one more row costs half a step.
+Steps are measured when the engine starts. Steps of requests correct the measurement; for drafts
+without a price, by number of sequences and drafts (`learned_costs.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _SHORT_CONTEXT, _LONG_CONTEXT = 256, 2048
 _MAX_SECONDS = 1.0  # of all measurements
 _REPEATS = 2
-# A step's time counts this much in the correction; times beyond this factor are disturbances.
+# Weight of a step's time in the correction; times beyond this factor are outliers.
 _WEIGHT = 0.1
 _MAX_FACTOR = 3.0
 
 
 class Costs(Protocol):
-    """How long steps take."""
+    """Estimates the time of steps."""
 
     def seconds(self, num_rows: int, num_seqs: int, context_len: float) -> float:
         """Returns the expected seconds of a step.
@@ -51,7 +51,7 @@ class Costs(Protocol):
         """Learns from a step."""
 
     def age(self) -> None:
-        """Forgets half of what steps with drafts have taught."""
+        """Halves the weight of past steps with drafts."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class StepCosts:
         per_context: Seconds for each token of context, of a sequence with one row.
         per_row_context: Seconds for each token of context and further row of a sequence.
         context_len: Tokens of context in the measurements of `of_rows`.
-        compiling: Seconds that the first step of another number of rows takes longer.
+        compiling: Additional seconds of the first step with another number of rows.
     """
 
     rows: Sequence[int]
@@ -119,7 +119,7 @@ def measure(
 ) -> StepCosts | None:
     """Measures steps in the runner's pools, which no request uses yet.
 
-    Each row has another token, so that experts are chosen as by text. Larger steps are left out
+    Each row has another token, so that experts are chosen like by text. Larger steps are skipped
     once the measurements have taken a second.
 
     Args:
@@ -186,7 +186,7 @@ def _step(
     model = runner.model
     num_blocks = min((len(c.key_pool) for c in model.attention_caches), default=2) - 1
     length = -(-context_len // runner.block_size)
-    # Any blocks will do, because nobody reads their contents.
+    # Any blocks will do, because their contents are never read.
     tables = [
         (StepTable(tuple(1 + (i * length + j) % num_blocks for j in range(length)), 0),)
         * (1 + len(runner.windows))

@@ -1,4 +1,4 @@
-"""Makes the drafters that are models: loads them, and checks that they fit the model.
+"""Creates drafters with a model or a head: loads them, and checks that they fit the model.
 
 Errors of options name `speculative_config.model`.
 """

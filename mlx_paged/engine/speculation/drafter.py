@@ -1,4 +1,4 @@
-"""Drafter: the seam for whatever guesses the next tokens of sequences.
+"""Drafter: the interface for guessing the next tokens of sequences.
 
 A drafter may guess anything: a wrong draft costs time and never changes an answer. All sequences of
 a step are drafted in one call, so that a model computes them together.
@@ -25,7 +25,7 @@ class DraftState:
     Attributes:
         own: The state of a drafter that is a model; None until it first drafts.
         index: The state of a lookup; None until it first drafts.
-        counts: Its drafts and the accepted ones.
+        counts: Its drafts and accepted drafts.
         pending: Drafts whose tokens are not all known yet.
         predicted: The caller's guess of the answer; None without one.
     """
@@ -57,7 +57,7 @@ class StartedDrafts(NamedTuple):
     """Drafts that a drafter has begun.
 
     Attributes:
-        finish: Waits for them, and returns what `Drafter.draft` does. To be called once, before the
+        finish: Waits for them and returns the result of `Drafter.draft`. Call it once, before the
             next drafts.
         in_flight: The drafts on the device; None if the host knows them.
     """
@@ -67,11 +67,11 @@ class StartedDrafts(NamedTuple):
 
 
 class Price(Protocol):
-    """The time that a drafter takes, so that the number of drafts is chosen before any is made.
+    """The time that a drafter takes, to choose the number of drafts before any is made.
 
     Attributes:
-        rounds: How long it takes to draft one more token of some sequences.
-        drafts_at_once: True if the first round makes all drafts, so that more cost nothing.
+        rounds: Estimates the time to draft one more token for some sequences.
+        drafts_at_once: True if the first round makes all drafts, so more drafts cost nothing.
     """
 
     rounds: StepCosts | None
@@ -88,7 +88,7 @@ class Drafter:
     """Guesses the next tokens of sequences.
 
     Attributes:
-        price: The time that drafts take; None if it is next to nothing.
+        price: The time that drafts take; None if it is negligible.
     """
 
     price: Price | None = None
@@ -101,25 +101,25 @@ class Drafter:
         raise NotImplementedError
 
     def begin(self, wanted: SequenceOf[Wanted]) -> StartedDrafts:
-        """Begins what `draft` does, and may leave the drafts on the device."""
+        """Starts `draft`; may leave the drafts on the device."""
         drafts = self.draft(wanted)
         return StartedDrafts(lambda: drafts)
 
     def launched(self, batch: StepBatch) -> None:
-        """Notes a step of the model, before it is read."""
+        """Observes a step of the model, before it is read."""
 
     def observe(self, output: SchedulerOutput, hidden: mx.array | None) -> None:
-        """Notes a step that was committed.
+        """Observes a committed step.
 
         Args:
             hidden: See `StepResult`.
         """
 
     def flush(self) -> None:
-        """Computes now what may not wait for the next drafts, before another step is planned."""
+        """Does work that cannot wait for the next drafts, before another step is planned."""
 
     def finish(self, seq: Sequence) -> None:
-        """Notes that a sequence has ended."""
+        """Called when a sequence has ended."""
 
     def reset(self) -> None:
         """Forgets a call that an exception interrupted. The device is idle."""

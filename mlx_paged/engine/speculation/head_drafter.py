@@ -9,9 +9,9 @@ states that the model had at `p`, and the token at `p + 1`. Their keys and value
     head computes  (b,h0)(c,h1)(d,h2)(e,h3) -> f
                                        (f,g4) -> g    g4: the head's own states of the row before
 
-Hidden states are not kept, so the head computes every token that the model computes, right after
-it, in each step. Then cached prefixes are cached for the head, too. Their last position may have
-seen another next token; that costs next to nothing.
+Hidden states are not kept, so in each step the head computes the model's tokens right after the
+model. Cached prefixes are then cached for the head, too. Their last position may have been computed
+with another next token, which hardly matters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Rows:
     """Rows of a committed step that the head has not computed.
 
     Attributes:
-        token_ids: The tokens after them.
+        token_ids: The token after each row.
         begin: Position of the first one.
         first: Its row in the hidden states of the step.
         table: The blocks that the step wrote.
@@ -74,7 +74,7 @@ class HeadDrafter(PagedDrafter):
     # The seam, see `Drafter` and `Price`.
 
     def num_missing(self, seq: CoreSequence, state: DraftState) -> int:
-        """See `Price`. It never lacks more than the tokens of one step."""
+        """See `Price`. At most the tokens of one step are missing."""
         return 1
 
     def observe(self, output: SchedulerOutput, hidden: mx.array | None) -> None:
@@ -86,7 +86,7 @@ class HeadDrafter(PagedDrafter):
         first = 0
         for index, seq in enumerate(output.sequences):
             begin, length = batch.starts[index], batch.query_lens[index]
-            # Behind the newest token are rejected drafts.
+            # Rows after the newest token are rejected drafts.
             end = min(begin + length, len(seq.tokens) - 1)
             if end > begin:
                 tokens = seq.tokens[begin + 1 : end + 1]

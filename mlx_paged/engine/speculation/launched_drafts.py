@@ -1,4 +1,4 @@
-"""LaunchedDrafts: drafts that a model makes on the device, before the host has read them."""
+"""LaunchedDrafts: drafts on the device that the host has not read yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_paged.engine.input_tokens import DraftsInFlight
 
 
 class Drafted(Protocol):
-    """A sequence that is drafted for.
+    """A sequence that gets drafts.
 
     Attributes:
         drafts: The result. A draft of -1 could not be sampled.
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
 
 class LaunchedDrafts:
-    """Drafts that were launched. Those of a sequence are added in order.
+    """Launched drafts. The drafts of a sequence are added in order.
 
     Attributes:
         hidden: ``[num_tokens, width]``: the tapped states of the first round, if there are any.
@@ -55,7 +55,7 @@ class LaunchedDrafts:
         """Adds drafts that are sampled together.
 
         Args:
-            tokens: ``[num_sampled]`` int32, all of them tokens of the model.
+            tokens: ``[num_sampled]`` int32, all valid tokens of the model.
             reported: The same for the host, -1 where none could be sampled.
             members: The sequence of each draft.
             places: The index of each draft in both.
@@ -73,12 +73,12 @@ class LaunchedDrafts:
             offset += tokens.size
         if not found:
             return None
-        # Otherwise, those that no runner has launched would begin with the step.
+        # Otherwise, drafts that no runner has launched would start only with the step.
         mx.async_eval(*(part.reported for part in self._parts))  # type: ignore[no-untyped-call]
         return DraftsInFlight(mx.concatenate([part.tokens for part in self._parts]), found)
 
     def read(self) -> None:
-        """Waits for the drafts, and appends them to those of their sequences."""
+        """Waits for the drafts, and appends them to their sequences' drafts."""
         parts, self._parts = [part for part in self._parts if part.members], []
         mx.eval(*(part.reported for part in parts))
         for _, reported, members, places in parts:

@@ -1,10 +1,10 @@
-"""LearnedCosts: how long steps with drafts take, learned from steps of requests.
+"""LearnedCosts: the time of steps with drafts, learned from steps of requests.
 
-What was measured at start holds until steps of a size tell more. Without a measurement, a row more
-is first expected to take most of the average time of a step's rows, which holds where rows cost
-most: for quantized weights on a CPU. So only likely drafts are verified at first. If they turn out
-cheaper, others follow. All that is learned is relative to steps without drafts at the same time, so
-it holds for other contexts.
+Measurements at start apply until steps of a size have been observed. Without a measurement, one
+more row is initially expected to take most of the average time per row, as it does where rows cost
+most: with quantized weights on a CPU. So only likely drafts are verified at first; if they turn out
+cheaper, others follow. Times are relative to steps without drafts around the same time, so they
+hold for other contexts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LearnedCosts:
         self._shares[place] = before + weight * (found - before)
 
     def age(self) -> None:
-        """Moves what is known of drafts halfway back to where it began."""
+        """Moves the learned times of drafts halfway back to their initial values."""
         self._shares = {
             place: (share + self._initial(*map(_least, place))) / 2
             for place, share in self._shares.items()
@@ -91,8 +91,8 @@ class LearnedCosts:
         self._num_seen.clear()
 
     def _plain_seconds(self, num_seqs: int) -> float:
-        """Seconds of a step without drafts. Where none was observed, they are rather too few, so
-        that drafts end and some are."""
+        """Seconds of a step without drafts. If none was observed, the guess is low, so that drafts
+        end and some are."""
         below = max((n for n in self._plain if n <= num_seqs), default=None)
         above = min((n for n in self._plain if n >= num_seqs), default=None)
         if above is None:
@@ -115,7 +115,7 @@ class LearnedCosts:
         return _nearest(same, _size(num_drafts), _UNKNOWN)
 
     def _initial(self, num_seqs: int, num_drafts: int) -> float:
-        """The share before steps of requests have told any."""
+        """The share before any steps of requests."""
         if self._measured is None:
             return _UNKNOWN
         context_len = self._measured.context_len
@@ -125,17 +125,17 @@ class LearnedCosts:
 
 
 def _size(count: int) -> int:
-    """The same for numbers that are alike: 1, 2 to 3, 4 to 7, ..."""
+    """The size class of a number: 1, 2 to 3, 4 to 7, ..."""
     return count.bit_length()
 
 
 def _least(size: int) -> int:
-    """The least number of a size."""
+    """The smallest number of a size class."""
     return 1 << (size - 1)
 
 
 def _nearest(known: dict[int, float], size: int, default: float) -> float:
-    """The value of the nearest size."""
+    """The value of the nearest size class."""
     if not known:
         return default
     return known[min(known, key=lambda each: abs(each - size))]

@@ -1,4 +1,4 @@
-"""Ledger: bounds the time that drafts may lose, even if all expectations are wrong."""
+"""Ledger: bounds the time that drafts may lose, even if all estimates are wrong."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST = 16.0
 class Ledger:
     """Counts what drafts save and lose. The unit is the time of a step without drafts.
 
-    The choice of drafts trusts measured costs and past acceptance. If these are wrong, for example
-    because the machine does other work now, drafts lose time. Once they have lost what they had
-    saved and what they may lose, only drafts go on that could not lose more than has come in since.
-    So all steps together take at most 1% longer than without drafts, and one step, and whatever the
-    last step with drafts took longer than expected.
+    The choice of drafts relies on measured costs and past acceptance. If these are wrong, for
+    example because the machine now does other work, drafts lose time. Once they have lost their
+    savings and their allowance, only drafts that cannot lose more than the balance are verified. So
+    all steps together take at most 1% longer than without drafts, plus one step, plus the time by
+    which the last step with drafts exceeded its estimate.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class Ledger:
         return self._balance
 
     def passed(self, num_steps: float) -> None:
-        """Notes a step that took as long as `num_steps` steps without drafts."""
+        """Records a step that took as long as `num_steps` steps without drafts."""
         if self._balance < _ADVANCE:
             self._balance = min(_ADVANCE, self._balance + _SHARE * num_steps)
 
     def saved(self, num_steps: float) -> None:
-        """Notes what a step saved while drafts were made; negative: lost."""
+        """Records the time that a step with drafts saved; negative: lost."""
         self._balance = min(_MOST, self._balance + num_steps)

@@ -1,4 +1,4 @@
-"""LookupDrafter: drafts what followed when the latest tokens occurred before.
+"""LookupDrafter: drafts the tokens that followed an earlier occurrence of the latest tokens.
 
 An index maps pairs of adjacent tokens to the positions where they end. A prompt's pairs are sorted
 once, which takes 12 bytes and some 0.1 us a token. Those of an answer are added one by one.
@@ -18,13 +18,13 @@ from mlx_paged.engine.speculation.config import SpeculativeConfig
 from mlx_paged.engine.speculation.drafter import Drafter, Wanted
 from mlx_paged.engine.speculation.matches import Match, common_length
 
-# Occurrences that are compared, the latest first. More rarely have a longer match.
+# Maximum occurrences to compare, latest first. Further ones rarely match longer.
 _MAX_CANDIDATES = 16
 # Tokens of finished answers that are kept for each salt, and salts.
 _MAX_SHARED_TOKENS = 1 << 17
 _MAX_SALTS = 16
 _NO_TOKEN = 0xFFFFFFFF  # separates texts
-# Shorter matches are right too seldom.
+# Shorter matches are too often wrong.
 _MIN_SUFFIX_MATCH = 2
 
 
@@ -56,7 +56,7 @@ class SequenceIndex:
     def find(self, *, min_match: int, max_match: int, max_drafts: int) -> Match | None:
         """Returns the longest match of the latest tokens, and the latest of several; or None.
 
-        A draft that reaches the end of the tokens goes on with its own beginning, as a text does
+        A draft that reaches the end of the tokens continues with its own beginning, like a text
         that repeats itself.
         """
         tokens = self._tokens
@@ -176,7 +176,7 @@ class SharedTexts:
 
 
 class LookupDrafter(Drafter):
-    """Drafts what followed when the latest tokens of a sequence occurred before."""
+    """Drafts the tokens that followed an earlier occurrence of a sequence's latest tokens."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Matches: earlier occurrences of a sequence's latest tokens, and how long they are."""
+"""Matches: earlier occurrences of a sequence's latest tokens, and their lengths."""
 
 from __future__ import annotations
 

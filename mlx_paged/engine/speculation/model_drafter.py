@@ -1,4 +1,4 @@
-"""ModelDrafter: a small model drafts, over the block tables of the large one.
+"""ModelDrafter: drafts with a small model, over the block tables of the large one.
 
 The draft model's pools have the block ids of the model's full attention, so a sequence's table
 serves both. The first round of `DraftRounds` computes the tokens that the draft model lacks: a

@@ -1,7 +1,6 @@
-"""PagedDrafter: a drafter whose keys and values lie in the blocks of the model.
+"""PagedDrafter: a drafter whose keys and values use the block ids of the model.
 
-Its pools have the block ids of the model's full attention, so they follow every change of those
-(`engine.pool_memory.Companion`).
+Its pools follow every change of the model's full-attention blocks (`engine.pool_memory.Companion`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PagedDrafter(Drafter):
         runner: Runs it. The drafter owns it from now on.
         masks: Makes the masks of grammars for the runner.
         max_model_len: Maximum tokens of a sequence that it drafts for; None: no limit.
-        num_tokens: Tokens from here on are unknown to it.
+        num_tokens: Size of its vocabulary; it does not have larger token ids.
         more: Run further heads, whose pools have the same block ids.
 
     Attributes:
@@ -83,7 +82,7 @@ class PagedDrafter(Drafter):
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """All that it runs."""
+        """All of its runners."""
         return [run.runner for run in self._runs]
 
     @property
@@ -92,13 +91,13 @@ class PagedDrafter(Drafter):
         return sum(runner.model.layout.bytes_per_token() for runner in self.runners)
 
     def copied(self, copies: Iterable[BlockCopy]) -> None:
-        """Notes copies of blocks that the model makes."""
+        """Records copies of blocks that the model makes."""
         made = list(copies)
         for run in self._runs:
             run.copy_later(made)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates its pools anew."""
+        """Allocates new pools."""
         for runner in self.runners:
             runner.allocate(num_blocks)
 

@@ -46,7 +46,7 @@ class PredictedAnswer:
             found = common_length(self._guess, candidate, tokens, last, most)
             if found > length:
                 length, end = found, candidate
-        # One token alone is found everywhere, but an answer and its guess often begin alike.
+        # A single token occurs everywhere, but an answer and its guess often begin the same way.
         if not length or (length == 1 and last > self._begin):
             return None
         self._place = end + 1

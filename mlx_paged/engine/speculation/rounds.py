@@ -1,13 +1,12 @@
 """DraftRounds: runs a draft model in rounds, for all sequences together.
 
-The first round computes known tokens and samples, each further round computes the draft before,
+The first round computes known tokens and samples; each further round computes the previous draft,
 which stays on the device. A round is a step of a second `ModelRunner`, whose pools have the block
 ids of the model's full attention. The model's own step can follow before any draft is read
 (`LaunchedDrafts.in_flight`).
 
-Drafts are sampled as the model samples: with the same parameters, and the noise of the same seed
-and position. So a draft model that agrees with the model about the probabilities also draws the
-same token.
+Drafts are sampled like the model's tokens: with the same parameters, and the noise of the same seed
+and position. So a draft model with the model's probabilities also samples the same tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class DraftRounds:
     Args:
         runner: Runs the draft model.
         masks: Makes the masks of grammars for the runner.
-        num_tokens: Tokens from here on are unknown to the draft model.
+        num_tokens: Size of the draft model's vocabulary; it does not have larger token ids.
     """
 
     def __init__(self, runner: ModelRunner, masks: SequenceMasks, *, num_tokens: int) -> None:
@@ -102,15 +101,15 @@ class DraftRounds:
         self._copies.clear()
 
     def copy_later(self, copies: Iterable[BlockCopy]) -> None:
-        """Notes copies of one step, to be made before the next round."""
+        """Records copies of one step, to be made before the next round."""
         made = list(copies)
         if made:
             self._copies.append(made)
 
     def make_copies(self) -> None:
-        """Makes the copies that were noted.
+        """Makes the recorded copies.
 
-        Operations of another thread are waited for, because those of this one must not do so.
+        Waits for operations of another thread first, because operations of this thread must not.
         """
         thread = threading.current_thread()
         if thread is not self._thread:
@@ -129,8 +128,8 @@ class DraftRounds:
 
         Args:
             members: Sequences with few tokens first.
-            features: ``[num_tokens, width]``, for the tokens of the first round in order. A further
-                round has the states that the round before made of its drafts.
+            features: ``[num_tokens, width]``, for the tokens of the first round in order. Further
+                rounds use the states of the previous round.
         """
         self.make_copies()
         drafting = [member for member in members if member.max_drafts]
@@ -169,7 +168,7 @@ class DraftRounds:
         """The batch of a round.
 
         Args:
-            is_read: True if the host knows the drafts of the round before.
+            is_read: True if the host knows the drafts of the previous round.
         """
         is_first, count = number == 0, len(members)
         is_known = is_first or is_read
@@ -180,7 +179,7 @@ class DraftRounds:
                 token_ids += member.token_ids
                 starts.append(member.begin)
                 lens.append(len(member.token_ids))
-                # Few rows are computed like drafts to verify: with the bits of decodes.
+                # A few rows are computed like drafts to verify, with the same bits as decodes.
                 if member.max_drafts and len(member.token_ids) <= _MAX_ORDERED_ROWS:
                     num_drafts[index] = len(member.token_ids) - 1
             else:
@@ -216,7 +215,7 @@ class DraftRounds:
     def _sampling(self, batch: StepBatch, members: list[Member], number: int) -> SamplingMetadata:
         """The settings of each sampled row: the model's own for that position.
 
-        Rows before a sequence's last one are sampled in vain.
+        Samples of rows before a sequence's last one are not used.
         """
         rows: list[SamplingRow] = []
         positions: list[int] = []

@@ -1,14 +1,14 @@
 """Speculator: decides which drafts a step verifies.
 
-It is *active* while drafts are expected to pay. Then a step is planned after the one before it has
+It is *active* while drafts are expected to pay. Then a step is planned after the previous one has
 been read, because drafts begin after a known token. Otherwise steps overlap as without speculation,
-and the speculator only watches: it compares drafts that were never verified with the tokens that
-came, so that it knows when to begin. A model's drafts cost time, so none are made to be watched. It
-expects of them what they brought before, and forgets that little by little.
+and the speculator only watches: it compares unverified drafts with the tokens that are sampled, to
+know when to begin. A model's drafts cost time, so none are made just to be watched; their estimated
+gain slowly returns to its initial value.
 
 A model's drafts stay on the device: the step that verifies them is launched while the model still
-makes them, and the host reads both at once. In between, the scheduler and the batch have 0 in their
-places. Now and then the host waits for the drafts, to learn what they cost.
+makes them, and the host reads both together. Until then, the scheduler and the batch have zeros in
+their place. Now and then the host waits for the drafts, to measure their cost.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from mlx_paged.engine.stats import SpecDecodingStats
 
 logger = logging.getLogger(__name__)
 
-# Steps without drafts after which what is known of drafts has aged.
+# Steps without drafts after which estimates for drafts have aged.
 _STEPS_UNTIL_AGED = 256
 # The expected gain at which drafts begin, and below which they end.
 _BEGIN_AT, _END_AT = 1.05, 1.01
 _GAIN_WEIGHT = 0.25
-# Rows of a step with drafts, at most: beyond, they would hold up the others.
+# Maximum rows of a step with drafts: more would delay other sequences.
 _MAX_ROWS = 256
-# Share of the time that looks may take.
+# Maximum share of the time spent on looks.
 _LOOK_SHARE = 0.005
-# One in this many rounds of drafts that cost time is waited for and timed.
+# The host waits for one in this many rounds of drafts with a price, to time it.
 _MEASURED_ONCE_IN = 8
-# A sequence is expected to go on for as many tokens as its answer has, and for these at least.
+# A sequence is expected to continue for as many tokens as its answer has, and at least for these.
 _MIN_FUTURE = 16
 
 
@@ -70,7 +70,7 @@ class _Proposal:
 
 
 class _Started(NamedTuple):
-    """Drafts that are in flight, and the sequences that they are for."""
+    """Drafts in flight, and their sequences."""
 
     drafts: StartedDrafts
     wanted: list[Wanted]
@@ -83,7 +83,7 @@ class Speculator:
         drafter: Guesses the tokens. If it raises, speculation ends.
         lookup: A second drafter, without a price. Its drafts are used where they are expected to
             add more tokens. None: there is only `drafter`.
-        costs: How long steps take, see `Costs`; None verifies all drafts.
+        costs: Estimates the time of steps; None verifies all drafts.
         max_rows: Drafts make no step larger than this, because products of more rows may have
             other sums.
         reads_drafts: True if the host must know all drafts of a step before its launch.
@@ -141,7 +141,7 @@ class Speculator:
         return (self._drafter,) if self._lookup is None else (self._lookup, self._drafter)
 
     def _give_up(self, error: Exception) -> None:
-        """Ends speculation, because the drafter failed. Requests go on without it."""
+        """Ends speculation, because the drafter failed. Requests continue without it."""
         if not self._is_broken:
             logger.warning(
                 "speculation is off from now on, because its drafter failed: %s", reason_of(error)
@@ -194,7 +194,7 @@ class Speculator:
         except Exception as error:
             self._give_up(error)
             return
-        # A first round with a prompt takes longer than rounds should, so it is measured.
+        # A first round with a prompt takes longer than other rounds, so it is measured.
         is_usual = all(proposal.seconds == 0 for proposal, _ in chosen)
         if started.in_flight is not None and is_usual and not self._must_read():
             self._started = _Started(started, all_wanted)
@@ -212,7 +212,7 @@ class Speculator:
             self._learn_price(all_wanted)
 
     def _must_read(self) -> bool:
-        """True if the host waits for the drafts that were begun."""
+        """True if the host waits for the drafts in flight."""
         if self._costs is None:
             return self._reads_drafts
         price = self._drafter.price
@@ -221,7 +221,7 @@ class Speculator:
         return self._reads_drafts or is_measured or price is None or price.rounds is None
 
     def _finish(self, started: StartedDrafts, all_wanted: list[Wanted]) -> list[Draft | None]:
-        """Waits for drafts. Errors end speculation, and nothing else."""
+        """Waits for drafts. Errors end only speculation."""
         try:
             drafts = started.finish()
         except Exception as error:
@@ -232,8 +232,8 @@ class Speculator:
         return drafts
 
     def take_in_flight(self) -> DraftsInFlight | None:
-        """Returns the drafts that the step planned last verifies and that the host does not know;
-        None if there are none."""
+        """Returns the drafts of the last planned step that the host does not know; None if there
+        are none."""
         if self._started is None:
             return None
         for wanted in self._started.wanted:
@@ -258,7 +258,7 @@ class Speculator:
         return sum(self._round_seconds(count, context_len) for count in counts.values())
 
     def _draft(self, drafter: Drafter, wanted: list[Wanted]) -> list[Draft | None]:
-        """Asks a drafter. Its errors end speculation, and nothing else."""
+        """Calls `draft` of a drafter. Its errors end only speculation."""
         try:
             return drafter.draft(wanted)
         except Exception as error:
@@ -373,7 +373,7 @@ class Speculator:
         num_seqs = len(ready)
         context_len = sum(len(seq.tokens) for seq in ready) / num_seqs
         plain = num_seqs / self._costs.seconds(num_seqs, num_seqs, context_len)
-        # Each sequence's gains fall, so the best drafts of all are a prefix of each one's.
+        # Each sequence's gains decrease, so the best drafts overall are a prefix of each one's.
         ordered = sorted(
             (
                 (gain, place, i)
@@ -397,7 +397,7 @@ class Speculator:
             if source_of(proposals[i].kind) is Source.GRAMMAR:
                 forced += gain
             if (seconds + drafting) * plain - num_seqs - forced > num_seqs * self._ledger.balance:
-                break  # If all others are rejected, they lose more than they may.
+                break  # If all others were rejected, they would lose more than allowed.
             speed = tokens / (seconds + drafting)
             if speed > best:
                 best, num_best = speed, count
@@ -428,7 +428,7 @@ class Speculator:
     # After a step.
 
     def launched(self, batch: StepBatch) -> None:
-        """Notes a step that was launched. The device is busy now, so this is the time to learn."""
+        """Observes a launched step. Learns now, while the device is busy."""
         self._call(self._drafter.launched, batch)
         for draft, seq, state in self._unsettled:
             # Only known tokens count; the rest of a draft that was cut is ignored.
@@ -436,7 +436,7 @@ class Speculator:
         self._unsettled.clear()
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
-        """Calls a method of the drafter. Its errors end speculation, and nothing else."""
+        """Calls a method of the drafter. Its errors end only speculation."""
         if self._is_broken:
             return
         try:
@@ -450,7 +450,7 @@ class Speculator:
         token_ids: list[list[int]],
         hidden: mx.array | None = None,
     ) -> None:
-        """Learns from a step that was committed.
+        """Learns from a committed step.
 
         Args:
             token_ids: The tokens that each sequence gained.
@@ -485,7 +485,7 @@ class Speculator:
     def _learn_costs(
         self, batch: StepBatch, token_ids: list[list[int]], seconds: float, drafting: float
     ) -> None:
-        """Learns from the time that a step took, and stops drafts that lose too much of it.
+        """Learns from the time of a step, and stops drafts that lose too much time.
 
         Args:
             drafting: Part of `seconds` that went into drafts.
@@ -494,7 +494,7 @@ class Speculator:
         assert costs is not None
         context_len = sum(batch.starts) / num_seqs
         has_prompts = batch.num_tokens > num_seqs + sum(batch.num_drafts)
-        # Without drafts, steps do not overlap while drafts may come, so they say nothing.
+        # While drafts may come, steps without drafts do not overlap, so their times do not count.
         if not has_prompts and (batch.has_drafts or not self.is_active):
             costs.observe(batch.num_tokens, num_seqs, context_len, seconds - drafting)
         plain = costs.seconds(num_seqs, num_seqs, context_len)
@@ -506,7 +506,7 @@ class Speculator:
         self._step_seconds = plain
 
     def _watch(self, sequences: Sequence[CoreSequence]) -> None:
-        """Looks at the drafts that a step would have had, while there are none.
+        """While there are no drafts, looks at the drafts that a step would have had.
 
         The longer a look takes, the more steps pass before the next one.
         """
