@@ -98,7 +98,7 @@ def main() -> None:
                     ):
                         continue
                     runs[name].append(_spawn(name, workload, count, options.max_tokens, env))
-            results.append(_summarise(workload, count, runs))
+            results.append(_summarize(workload, count, runs))
             print_table(HEADER, _rows(results[-1]))
             saved = save("generate-cpu", {"max_tokens": options.max_tokens, "results": results})
     print(saved)
@@ -113,7 +113,7 @@ def _spawn(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _summarise(workload: str, count: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _summarize(workload: str, count: int, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     reference = runs["mlx-lm one by one"][0]["tokens"]
     agree = runs["mlx_paged"][0]["tokens"] == reference
     ours = statistics.median(r["seconds"] for r in runs["mlx_paged"])

@@ -39,11 +39,11 @@ def save(figure: Any, name: str) -> None:
 
 def bars(axes: Any, groups: list[str], series: dict[str, list[float | None]], unit: str) -> None:
     """Draws a cluster of bars per group and a color per series; failed runs have no bar."""
-    colours = dict(zip(series, (OURS, THEIRS, *OTHERS)))
+    colors = dict(zip(series, (OURS, THEIRS, *OTHERS)))
     width = 0.8 / len(series)
     for i, (label, values) in enumerate(series.items()):
         at = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
-        shown = axes.bar(at, [v or 0 for v in values], width, label=label, color=colours[label])
+        shown = axes.bar(at, [v or 0 for v in values], width, label=label, color=colors[label])
         texts = ["" if v is None else f"{v:.0f}" if v >= 20 else f"{v:.1f}" for v in values]
         axes.bar_label(shown, texts, fontsize=7, padding=1)
     axes.set_xticks(range(len(groups)), groups)

@@ -274,7 +274,7 @@ def pinned() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def neighbour(core: int) -> Iterator[None]:
+def neighbor(core: int) -> Iterator[None]:
     """Runs a busy-waiting process on a core."""
     code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -296,9 +296,9 @@ def busy(model: LoadedModel, lengths: Lengths, run: Run) -> dict[str, Any]:
 
     with pinned() as core:
         alone = step_ms(call, run, 3)["step_ms"]
-        with neighbour(core):
+        with neighbor(core):
             shared = step_ms(call, run, 3)["step_ms"]
-    return {"alone_ms": alone, "with_neighbour_ms": shared, "growth": round(shared / alone - 1, 3)}
+    return {"alone_ms": alone, "with_neighbor_ms": shared, "growth": round(shared / alone - 1, 3)}
 
 
 # --- Prompts --------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ def table_of(report: Report) -> None:
     """The main figure of each row."""
 
     def figure(result: dict[str, Any] | None) -> str:
-        keys = ("step_ms", "tokens_per_s", "cached_ms", "cold_ms", "with_neighbour_ms", "error")
+        keys = ("step_ms", "tokens_per_s", "cached_ms", "cold_ms", "with_neighbor_ms", "error")
         return next((str(result[k])[:40] for k in keys if k in result), "") if result else ""
 
     rows = [[r["workload"], figure(r.get("mlx_paged")), figure(r.get("mlx-lm"))] for r in report]

@@ -176,11 +176,11 @@ def rgb(image: Image, options: IoOptions) -> Image:
     try:
         return image.convert("RGB")
     except ValueError:
-        raise Unusable(f"its mode {mode!r} has no colours that can be shown") from None
+        raise Unusable(f"its mode {mode!r} has no colors that can be shown") from None
 
 
 def _from_numbers(image: Image) -> Image:
-    """Grey levels of 16 or 32 bits, or real numbers, as 8 bits."""
+    """Gray levels of 16 or 32 bits, or real numbers, as 8 bits."""
     from PIL import Image
 
     levels: np.ndarray = np.asarray(image).astype(np.float32)

@@ -445,7 +445,7 @@ def _from_array(array: np.ndarray) -> Any:
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """Colours as bytes: real numbers are in [0, 1]."""
+    """Colors as bytes: real numbers are in [0, 1]."""
     if array.dtype == np.uint8:
         return array
     if array.dtype.kind == "f":

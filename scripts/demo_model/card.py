@@ -56,7 +56,7 @@ Measured with these 8-bit weights through mlx-lm on a CPU (`python -m scripts.de
 
 The sampled requests come from the lists in `mlx_paged/demo/prompts.py`: ten each without a system prompt, with a short one, with the
 demo's, with other long house rules, and as a second turn. They are common requests of the kind that training contains,
-many in the same words, so these shares say that the model is dependable there, not that it generalises. The last two
+many in the same words, so these shares say that the model is dependable there, not that it generalizes. The last two
 rows are about requests it has not seen (the descriptions of ten of the held-out functions also belong to other,
 different functions in training). Asked to use a given name, or greeted, it often fails. Wrong among the checked: {wrong}.
 

@@ -88,6 +88,6 @@ def damage(image: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return (image + noise * level).clamp(0, 1)
 
 
-def normalise(image: Tensor) -> Tensor:
+def normalize(image: Tensor) -> Tensor:
     """Maps 0..1 to -1..1 in steps of whole bytes, as image files do."""
     return (image * 255).round() / 127.5 - 1

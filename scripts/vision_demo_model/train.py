@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .atlas import make_atlas
 from .batches import TURN_KINDS, BatchMaker
 from .network import CONFIG, Idefics3
-from .render import damage, draw, normalise
+from .render import damage, draw, normalize
 from .scenes import CHARACTERS, KINDS, NAMES
 from .tokenizer import train_tokenizer
 
@@ -173,7 +173,7 @@ def train(options: argparse.Namespace) -> None:
 
     def paint(batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return normalise(damage(draw(atlas, *(batch[name] for name in PICTURE))))
+            return normalize(damage(draw(atlas, *(batch[name] for name in PICTURE))))
 
     def losses_of(pixels: Tensor, batch: dict[str, Tensor], share: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):

@@ -52,6 +52,6 @@ def test_every_kind_of_part_gives_its_figures() -> None:
     [prefill] = rows["prefill"].values()
     assert prefill["mlx_paged"]["tokens_per_s"] > 0 < prefill["mlx-lm"]["tokens_per_s"]
     assert {"cold_ms", "cached_ms", "share"} == rows["ttft"]["4096 cached + 64"]["mlx_paged"].keys()
-    assert {"alone_ms", "with_neighbour_ms", "growth"} == rows["busy"]["8 x 1024"][
+    assert {"alone_ms", "with_neighbor_ms", "growth"} == rows["busy"]["8 x 1024"][
         "mlx_paged"
     ].keys()

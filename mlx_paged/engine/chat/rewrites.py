@@ -190,7 +190,7 @@ def rewrites(spelling: Spelling) -> list[Rewrite]:
         Rewrite(lambda messages: as_text(messages, ()), 60, "calls and their results are texts"),
         Rewrite(_with_every_result, 9, "calls without a result have an empty one"),
         Rewrite(_text_into_result, 10, "text behind results of tools is a part of the last one"),
-        Rewrite(_neighbours_joined, 4),
+        Rewrite(_neighbors_joined, 4),
         Rewrite(_user_first, 9, "an empty message of the user is put first"),
         Rewrite(_as_lists, 1, contents="lists"),
         *(Rewrite(_lists_joined(role), 1, contents=role) for role in ROLES),
@@ -229,7 +229,7 @@ def _num_leading(messages: Messages) -> int:
 
 def _one_system_message_first(messages: Messages) -> Messages:
     count = _num_leading(messages)
-    return [*_neighbours_joined(messages[:count]), *messages[count:]]
+    return [*_neighbors_joined(messages[:count]), *messages[count:]]
 
 
 def _later_system_as_user(messages: Messages) -> Messages:
@@ -330,7 +330,7 @@ def _text_into_result(messages: Messages) -> Messages:
     return found
 
 
-def _neighbours_joined(messages: Messages) -> Messages:
+def _neighbors_joined(messages: Messages) -> Messages:
     found: Messages = []
     for message in messages:
         last = found[-1] if found else None

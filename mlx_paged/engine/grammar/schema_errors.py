@@ -210,7 +210,7 @@ def _is_about_patterns(message: str) -> bool:
 
 
 def _pattern_matcher(message: str) -> Callable[[str], bool]:
-    """Recognises the pattern that a message is about."""
+    """Recognizes the pattern that a message is about."""
     if disjoint := _NOT_DISJOINT.search(message):
         return lambda pattern: regex_to_lark(pattern, "") == disjoint.group(2)
     said = one_line(message, 1 << 20)
@@ -226,7 +226,7 @@ def _longest_pattern(found: Found, message: str) -> int:
 
 
 def _matcher_of(message: str) -> Callable[[str, Any], bool]:
-    """Recognises the keyword, and its value, that a message is about."""
+    """Recognizes the keyword, and its value, that a message is about."""
     if unknown := re.search(r"Unimplemented keys: (\[.*?\])", message):
         try:
             names = json.loads(unknown.group(1))
