@@ -136,7 +136,7 @@ class EngineConfig:
             "image": {"rgba_background_color": [255, 255, 255]}}.
         mm_processor_kwargs: Options for the model's processor.
         media_limits: Fields of `MediaLimits` that replace its defaults.
-        max_num_encoder_tokens: Maximum rows of pictures, videos and sounds that one step encodes; a
+        max_num_encoder_tokens: Maximum rows of images, video and audio that one step encodes; a
             larger item is encoded alone. None: max_num_batched_tokens.
         mm_encoder_cache_bytes: Bytes for cached encoder outputs.
         enable_lora: Accept requests with a `LoRARequest`.

@@ -272,7 +272,7 @@ class Intake:
                 engine's runner.
             prompt: The text of the tokens, for the output.
             priority, background, timeout, cache_salt, token_mask: See `EngineRequest`.
-            media: The pictures, videos and sounds of the prompt, whose tokens are
+            media: The images, video and audio of the prompt, whose tokens are
                 `media.prompt.token_ids`.
             grammar: The grammar of `params.structured_outputs`, if it was compiled before.
             lora_request: See `EngineRequest`.
@@ -382,9 +382,9 @@ class Intake:
     def _known_token_ids(
         self, prompt_token_ids: SequenceOf[int], media: PreparedMedia
     ) -> list[int]:
-        """Checks the media of a prompt; returns its tokens, each of which the model has.
+        """Checks the media of a prompt; returns its tokens, all of which the model has.
 
-        The id of a placeholder may be beyond the vocabulary, where no logit is.
+        The id of a placeholder may be beyond the vocabulary, where there is no logit.
         """
         model = self.media_prompts.processor
         if model is None:

@@ -1,4 +1,4 @@
-"""KVCacheConfig: the KV cache groups of a model, and how the memory is split between them."""
+"""KVCacheConfig: the KV cache groups of a model, and the split of memory between them."""
 
 from __future__ import annotations
 

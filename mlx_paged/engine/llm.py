@@ -106,7 +106,7 @@ class LLM:
 
         Args:
             prompts: A text, a list or array of token ids, vLLM's mapping with `prompt` and
-                `multi_modal_data` ({"image": a picture or a list of them}), or a sequence of these.
+                `multi_modal_data` ({"image": an image or a list of them}), or a sequence of these.
                 A text has the model's placeholder at the place of each item.
             params: For all prompts, or one for each.
             lora_request: The adapter of all prompts, or of each; None: the model alone.

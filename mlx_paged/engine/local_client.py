@@ -27,7 +27,7 @@ from mlx_paged.errors import ForkedProcessError, InvalidParameterError, MlxPaged
 from mlx_paged.kernels import OnKernel
 from mlx_paged.model.loader import LoadedModel
 
-# Seconds between two checks of whether another thread's steps have finished this batch.
+# Seconds between checks whether another thread's steps have finished this batch.
 _TURN = 0.001
 
 

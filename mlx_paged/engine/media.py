@@ -1,7 +1,7 @@
-"""The engine's way to media: from contents with media to prompts, and the media of its steps.
+"""The engine's interface to media: turns contents with media into prompts, and builds steps' media.
 
-The rest of the engine, the server and the command line know contents (`mlx_paged.content`) and this
-module. What loads, decodes and processes items is imported with the first item.
+The rest of the engine, the server and the command line use only contents (`mlx_paged.content`) and
+this module. Code that loads, decodes and processes items is imported with the first item.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def data_sources(given: Any, field: str) -> list[MediaSource]:
 
 
 def image_types() -> list[str]:
-    """The media types of the pictures that can be decoded; none without Pillow."""
+    """The media types of images that can be decoded; none without Pillow."""
     from mlx_paged.multimodal import decode
 
     return decode.image_types()

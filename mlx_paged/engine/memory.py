@@ -33,7 +33,7 @@ _GIB = 1 << 30
 _DEFAULT_GPU_UTILIZATION = 0.9
 # Share of main memory for all models of a server on the CPU.
 _CPU_BUDGET = 0.8
-# Bytes of a process with an engine besides MLX's: the interpreter, its modules, a tokenizer.
+# Bytes of a process with an engine besides MLX's arrays: the interpreter, its modules, a tokenizer.
 _INTERPRETER_BYTES = 350 << 20
 # MLX keeps freed buffers for the next step. Without a measured activation peak, it may keep this
 # share of the pool, but at least a few arrays of logits and at most a GiB.
@@ -165,7 +165,7 @@ def allocate_pools(
         activations = measure_activations(runner, config)
         if with_media is None:
             return activations
-        # The pool keeps half of the rest, whatever media the options allow.
+        # The pool keeps half of the rest, for any media that the options allow.
         utilization = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
         room = max(0, int(device_memory() * utilization) - mx.get_active_memory()) // 2
         length = config.model_len(model_limit)
@@ -352,7 +352,7 @@ def limit_run_ahead(platform: Platform, step_bytes: int = 0) -> None:
     On the CPU, MLX's own limit is a share of the machine's memory. A pool alone may exceed it, and
     then each operation waits for the previous one. So the limit only goes up there.
 
-    The limit is for the whole process. Exceeding it is no error.
+    The limit is for the whole process. Exceeding it is not an error.
 
     Args:
         step_bytes: Bytes that the largest step needs, if they were measured.

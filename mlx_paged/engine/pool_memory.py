@@ -38,7 +38,7 @@ class Companion(Protocol):
         """Reallocates the pools. Their contents are lost."""
 
     def copied(self, copies: Sequence[BlockCopy]) -> None:
-        """Notes that blocks of the full group were copied."""
+        """Records that blocks of the full group were copied."""
 
     def resize(self, num_blocks: int) -> None:
         """Changes the number of blocks; keeps the contents of the first ones."""
@@ -128,7 +128,7 @@ class PoolMemory:
         return kv
 
     def drop_features(self, keys: Sequence[bytes]) -> int:
-        """Drops features of pictures, videos and sounds; returns their bytes."""
+        """Drops features of images, video and audio; returns their bytes."""
         media = self._runner.media
         if media is None or not keys:
             return 0

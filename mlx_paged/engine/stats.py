@@ -85,7 +85,7 @@ class EngineStats:
         num_faults: Steps that failed and were run again in parts.
         pool_copies: Whole-pool copies in this process; anything but 0 is a fault.
         num_recoveries: Times the engine was repaired after a call raised.
-        encoder_cache: Features of pictures, videos and sounds.
+        encoder_cache: Features of images, video and audio.
         compilation: The compilation of the model's steps.
         pressure: The system's memory pressure, and what was given back.
         spec_decoding: Drafts; None without speculation.

@@ -285,7 +285,7 @@ def build_plan(
             split evenly into pieces that run in parallel and are merged afterwards. None: as the
             device needs (`csrc/attention_plan.cpp`), depending only on a row's own context.
         bounds: ``[2, num_rows]`` int32: first and last position of the span that each row sees as a
-            whole, besides its causal window: of a picture whose tokens see each other, or of a
+            whole, besides its causal window: of an image whose tokens see each other, or of a
             prompt's prefix. A row without a span has its own position, twice. None: no row has one.
             A span ends within its sequence's context after this step.
         stays_on_host: With CUDA, kernels read the plan from host memory, which is faster if they

@@ -35,7 +35,7 @@ def quotable(pattern: str) -> str:
 
 
 def none_of(words: Iterable[str]) -> str:
-    """A pattern for every text but some."""
+    """A pattern for all texts except some."""
     return f"^{_none_of(set(words))}$"
 
 
@@ -69,7 +69,7 @@ def _end_of_class(pattern: str, start: int) -> tuple[int, bool]:
 def _class(found: str) -> str:
     try:
         matches = re.compile(found, re.ASCII).fullmatch
-    except re.error:  # it has something of Rust's syntax alone
+    except re.error:  # it uses syntax that only Rust has
         return f"[{found}--{_CONTROLS}]" if found.startswith("[^") else found
     controls = [chr(c) for c in range(0x20) if matches(chr(c))]
     if all(c in _SHORT for c in controls) or (matches('"') and matches("\\")):

@@ -24,9 +24,8 @@ _LONGEST = 192  # tokens
 # Seconds of this thread's work for all probes of a grammar, for grammars with slow masks, and for
 # grammars whose masks keep getting slower: any long answer would exceed the limits.
 _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
-# The least number of masks that are compared with as many before, how much longer the later half
-# takes (three times as long if the work grows with each token, and noise is far less), and seconds
-# of one.
+# Minimum number of masks to compare with as many earlier ones; the ratio of their times that counts
+# as slower (three if the work grows with each token; noise is far less); and seconds of one mask.
 _WINDOW, _GROWTH, _GROWING_MASK = 12, 1.5, 0.002
 _COUNTS = re.compile(r"\{\d*,?\d*\}")
 _MAX_PATTERNS = 64
@@ -36,7 +35,7 @@ class Prober:
     """Writes the beginnings of random answers. A grammar that fails on one must not be accepted.
 
     Attributes:
-        is_endless: True if masks were slow, and still getting slower when the time was over.
+        is_endless: True if masks were slow and still getting slower when time ran out.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class Prober:
 
 
 def _is_growing(times: list[float]) -> bool:
-    """True if masks take longer than they did before, by more than noise."""
+    """True if masks are getting slower, by more than noise."""
     if len(times) <= _WINDOW or _typical(times[-_WINDOW:]) <= _GROWING_MASK:
         return False
     half = len(times) // 2

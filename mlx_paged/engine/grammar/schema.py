@@ -58,7 +58,7 @@ _EMPTY: Mapping[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": lambda v: v is True or v == {},
     "uniqueItems": lambda v: v is False,
 }
-# A number that differs by less from an excluded bound is none that an answer would have.
+# Answers do not contain numbers that differ by less from an excluded bound.
 _NEXT = 1e-9
 _SATISFIABLE = "a JSON schema for which there is a value"
 # Next to these, the meaning of "unevaluated" depends on the value.

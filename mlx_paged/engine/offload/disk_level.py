@@ -78,7 +78,7 @@ class DiskLevel:
 
     @property
     def _room(self) -> int:
-        """Bytes that the writer takes, with those that are being copied for it."""
+        """Bytes that the writer holds or that are being copied for it."""
         copying = sum(self._block_bytes[group] for _, group in self._copying)
         return self._store.room - copying
 
@@ -96,7 +96,7 @@ class DiskLevel:
         return (node, group) in self._pending or self.has(node, group)
 
     def has(self, node: PrefixNode, group: int) -> bool:
-        """True if a block is on disk, or has been copied and will be."""
+        """True if a block is on disk, or copied to be written."""
         if node.digest is None:
             return False
         return (node.digest, group) in self._copying or self._store.has(node.digest, group)

@@ -10,8 +10,8 @@ from mlx_paged.model.block_bytes import BlockBytes, Bytes
 class HostMemory:
     """Implements `core.kv.memory_tier.Contents`.
 
-    A buffer that is no longer needed serves the next block of its size, because fresh memory costs
-    more than the copy. Buffers of other sizes are given up once all together exceed the capacity.
+    Buffers are reused for blocks of the same size, because fresh memory costs more than the copy.
+    Free buffers of other sizes are released once all buffers exceed the capacity.
 
     Args:
         blocks: Reads the blocks of the device.

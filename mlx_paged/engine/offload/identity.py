@@ -19,7 +19,7 @@ from mlx_paged.model.pages import host_bytes
 from mlx_paged.model.weight_identity import weights_of
 from mlx_paged.offload.digests import DIGEST_BYTES
 
-# Changes whenever blocks of earlier versions must not be used any more.
+# Change it when blocks of earlier versions must no longer be used.
 _VERSION = 1
 # Elements of a weight that are summed at once, which bounds the memory.
 _PIECE = 1 << 24
@@ -32,10 +32,10 @@ def identity_of(
     max_model_len: int | None,
     head: PagedModel | None = None,
 ) -> tuple[bytes, Mapping[str, Any]]:
-    """Returns the digest of a model with its cache, and what it is in words.
+    """Returns the digest of a model with its cache, and a description.
 
-    It covers the values of all weights, so that a model that was trained further under the same
-    name does not get the blocks of the one before.
+    It covers the values of all weights, so a model that was trained further under the same name
+    does not get its predecessor's blocks.
 
     Args:
         head: A draft head whose keys and values are in the same blocks.

@@ -1,5 +1,5 @@
-"""Levels: the tier of an engine: evicted blocks in host memory, on disk what is worth it, and what
-a prefill engine computes for this one."""
+"""Levels: an engine's tier: evicted blocks in host memory, blocks worth keeping on disk, and blocks
+that a prefill engine computes for this one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Levels:
     Args:
         memory: Drops everything if its capacity is 0.
         store: The disk; None without one.
-        rates: Tells which blocks come back faster than they are computed.
+        rates: Decides which blocks are restored faster than they are computed.
 
     Attributes:
         disk: The disk's view of the KV manager, once it is attached.
-        remote: What a prefill engine computes; None without one.
-        prefilling: What this engine computes for others; None without the role.
+        remote: Blocks that a prefill engine computes; None without one.
+        prefilling: Prompts that this engine computes for others; None without the role.
     """
 
     def __init__(self, memory: MemoryTier, store: BlockStore | None, rates: RestoreRates) -> None:
@@ -76,7 +76,7 @@ class Levels:
         self._rates.note_refusal()
 
     def settle(self, tables: BlockTables, depth: int) -> None:
-        """See `Tier`. Nothing is kept in a level that it would not come back from."""
+        """See `Tier`. Blocks are not kept in a level that they would not be restored from."""
         if self.prefilling is not None:
             self.prefilling.settle(tables, depth)
         if self._rates.pays(Level.MEMORY):
@@ -90,7 +90,7 @@ class Levels:
         return self.memory.has_pending or (self.disk is not None and self.disk.has_pending)
 
     def copy_ahead(self, most: int) -> None:
-        """Copies up to `most` bytes of blocks that wait for it, to memory first."""
+        """Copies up to `most` bytes of waiting blocks, to memory first."""
         most -= self.memory.copy_ahead(most)
         if self.disk is not None and most > 0:
             self.disk.write(most)

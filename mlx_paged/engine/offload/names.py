@@ -1,4 +1,4 @@
-"""PrefixNames: names the blocks of a KV manager so that other processes know them."""
+"""PrefixNames: names the blocks of a KV manager so that other processes can find them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ admitted with its own blocks and waits::
       [decodes]                [decodes]                [decodes + the rest of the prompt]
                copy 32 MiB              copy 20 MiB
 
-Blocks that are worth keeping on disk are copied in the same way; a thread writes them.
+Blocks worth keeping on disk are copied in the same way; a thread writes them.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from mlx_paged.offload.store import BlockStore
 from mlx_paged.transfer.receiver import Receiver
 from mlx_paged.transfer.server import PrefillServer
 
-# Bytes that come back between two steps while other sequences run, and the seconds that this takes.
+# Maximum bytes to restore between two steps while other sequences run, and maximum seconds.
 _STEP_BYTES, _STEP_SECONDS = 32 << 20, 0.002
-# The same if nothing runs. An abort waits for that long.
+# The same if nothing runs. An abort waits this long.
 _IDLE_BYTES, _IDLE_SECONDS = 512 << 20, 0.25
-# Bytes that are copied off the device between two steps, and for each second that the last step
-# took, if that is more: a long prompt fills many blocks in one step.
+# Maximum bytes to copy off the device between two steps, or per second of the last step if that is
+# more: a long prompt fills many blocks in one step.
 _COPY_STEP_BYTES = 8 << 20
 _COPY_BYTES_PER_SECOND = 512 << 20
 # The same for other engines, which wait for them: as much as `StagedBlockBytes` reads at once.
 _SEND_STEP_BYTES = 240 << 20
-# The same by an engine without work.
+# The same for an idle engine.
 _COPY_IDLE_BYTES = 64 << 20
-# Bytes that one step may copy of blocks that it evicts, while other sequences run.
+# Maximum bytes of evicted blocks that one step copies while other sequences run.
 _EVICT_STEP_BYTES = 16 << 20
-# Seconds that a call without work may wait for the disk to take more.
+# Maximum seconds that an idle call waits for the disk.
 _DRAIN_SECONDS = 30.0
-# A step shows how fast prompts are computed if it has at least this many of their tokens, and at
-# most one decode for this many of them.
+# A step measures the speed of prompts if it has at least this many prompt tokens, and at most one
+# decode for this many of them.
 _LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE = 128, 16
 
 
@@ -59,16 +59,16 @@ class Offloading:
     """The host memory and the disk of one engine.
 
     Args:
-        capacity: Maximum bytes of host memory; 0 keeps nothing there.
+        capacity: Maximum bytes of host memory; 0 disables it.
         store: The blocks on disk; None without a disk.
         identity: Digest of the model and its cache, for the disk and for other engines.
-        receiver: Asks the prefill engine of an engine that decodes.
-        min_prefill_tokens: It is not asked for prompts with fewer tokens to compute.
-        server: Takes the prompts of an engine that prefills.
+        receiver: Client of the prefill engine, on a decode engine.
+        min_prefill_tokens: Prompts with fewer uncached tokens are computed locally.
+        server: Receives prompts, on a prefill engine.
 
     Attributes:
         prefilling: Computes prompts for other engines; None without that role.
-        rates: How fast blocks come back and prompts are computed. It outlives KV managers.
+        rates: Speeds of restoring blocks and of computing prompts. It outlives KV managers.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Offloading:
         if receiver is not None:
             finalize(self, receiver.close)
         if store is not None:
-            # Also at the interpreter's exit: what was copied is written.
+            # Also at the interpreter's exit: copied blocks are written.
             finalize(self, store.close)
 
     def new_tier(self) -> Levels:
-        """Makes a tier for a new KV manager; the one before is given up."""
+        """Makes a tier for a new KV manager; the previous one was discarded."""
         if self._levels is not None:
             self._past = self.stats
             self._blocks.abandon()
@@ -175,7 +175,7 @@ class Offloading:
 
     @property
     def has_other_formats(self) -> bool:
-        """True if the disk has nothing of this model's cache, but of another format of it."""
+        """True if the disk has no blocks of this model in this cache format, but in another."""
         return self._store is not None and self._store.has_other_formats
 
     @property
@@ -187,7 +187,7 @@ class Offloading:
         return None if self._levels is None else self._levels.remote
 
     def on_added(self, request: Request) -> None:
-        """Told of each new request. Its prompt may be sent to the prefill engine."""
+        """Observes each new request. Its prompt may be sent to the prefill engine."""
         if self._remote is not None:
             self._remote.begin(request)
 
@@ -211,7 +211,7 @@ class Offloading:
             if is_idle:
                 most, seconds = _IDLE_BYTES, _IDLE_SECONDS
             else:
-                # A device with its own memory takes the bytes at once, and their time later.
+                # A device with its own memory accepts the bytes immediately and moves them later.
                 most = int(min(_STEP_BYTES, self.rates.bytes_within(_STEP_SECONDS)))
                 seconds = _STEP_SECONDS
             self._restorer.advance(
@@ -221,7 +221,7 @@ class Offloading:
             self._levels.copy_ahead(most_copied)
 
     def note_step(self, batch: StepBatch, seconds: float) -> None:
-        """Learns from a step how fast prompts are computed.
+        """Learns the speed of prompts from a step.
 
         Args:
             seconds: See `StepResult`.
@@ -238,8 +238,8 @@ class Offloading:
         self._blocks.begin_reads(step)
 
     def prepare_resize(self) -> None:
-        """Ends all copies off the device, and begins none until the next `advance`, because the
-        pools are about to be replaced."""
+        """Finishes all copies off the device, and starts none until the next `advance`, because
+        the pools are about to be replaced."""
         assert self._levels is not None
         self._blocks.collect()
         self._levels.memory.allowance = 0
@@ -254,7 +254,7 @@ class Offloading:
         return self._levels is not None and self._levels.has_pending
 
     def advance_idle(self) -> None:
-        """Copies blocks off the device, in an engine without work."""
+        """Copies blocks off the device, in an idle engine."""
         if self._levels is not None:
             most = _COPY_IDLE_BYTES
             if self._remote is not None:
@@ -280,8 +280,8 @@ class Offloading:
         return self._store is None or self._store.flush()
 
     def distrust(self) -> None:
-        """Deletes what this process has written to disk, because a step computed a NaN. Other
-        engines get no more of the prompts that are being computed."""
+        """Deletes the files that this process wrote, because a step computed a NaN. Stops sending
+        prompts in progress to other engines."""
         if self.prefilling is not None:
             self.prefilling.end_all("a step computed a NaN")
         if self._disk is not None:

@@ -1,5 +1,5 @@
-"""Restorer: brings blocks back between steps: from host memory at once, from disk ahead of time,
-and from a prefill engine as they come."""
+"""Restorer: restores blocks between steps: from host memory immediately, from disk by reading
+ahead, and from a prefill engine as they arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AHEAD_BYTES = 64 << 20
 _MAX_AHEAD_BYTES = 256 << 20
 # The same for all while other sequences run, whose steps need the cores that check the blocks.
 _BUSY_AHEAD_BYTES = 16 << 20
-# Seconds that an idle engine waits for the disk at once. An abort waits for as long.
+# Maximum seconds of one wait for the disk in an idle engine. An abort waits as long.
 _WAIT_SECONDS = 0.02
 
 
@@ -33,10 +33,10 @@ class _Read(NamedTuple):
 
 
 class _Ahead:
-    """Reads under way for one restoration.
+    """Reads in flight for one restoration.
 
     Attributes:
-        next: Index of the first of `Restoration.reads` that has not been looked at.
+        next: Index of the first of `Restoration.reads` that has not been handled.
         reads: From disk, in order.
     """
 
@@ -53,7 +53,7 @@ class Restorer:
         blocks: Writes the blocks of the device.
         store: The disk; None without one.
         buffers: For the blocks that are read from disk.
-        rates: Learns how fast blocks come back.
+        rates: Learns the speed of restoring.
 
     Attributes:
         arrived: Set when a block has arrived, from disk or from a prefill engine.
@@ -80,13 +80,13 @@ class Restorer:
         *,
         is_idle: bool,
     ) -> None:
-        """Brings blocks back, of the oldest restorations first; at least one that is there.
+        """Restores blocks, of the oldest restorations first; at least one that is available.
 
         Args:
-            most: About the maximum of bytes.
-            seconds: Begins no block after that time.
-            is_idle: True if nothing else runs. Then it waits a little for the disk, and learns how
-                fast each level is.
+            most: Approximate maximum bytes.
+            seconds: Starts no block after this time.
+            is_idle: True if nothing else runs. It then waits a little for the disk, and measures
+                the speed of each level.
         """
         self.arrived.clear()
         began = perf_counter()
@@ -106,8 +106,8 @@ class Restorer:
             self._learn(kv, moved, perf_counter() - began)
 
     def _learn(self, kv: KVManager, moved: Counter[Level], seconds: float) -> None:
-        """Divides a time among the levels whose blocks came back, or were waited for. A prefill
-        engine computes meanwhile, so its time tells nothing."""
+        """Divides a time among the levels whose blocks were restored or awaited. The time of a
+        prefill engine does not count, because it computes meanwhile."""
         num_bytes = moved.total()
         if num_bytes:
             for level, part in moved.items():
@@ -131,7 +131,7 @@ class Restorer:
         most_ahead: int,
         moved: Counter[Level],
     ) -> None:
-        """Adds the bytes that have come back to `moved`."""
+        """Adds the restored bytes to `moved`."""
         while moved.total() < most and not restoration.is_done and not restoration.has_failed:
             group, block, key = restoration.reads[restoration.num_done]
             level = level_of(key)

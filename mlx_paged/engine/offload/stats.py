@@ -1,4 +1,4 @@
-"""OffloadStats: where the blocks outside of the device are, and what came of them."""
+"""OffloadStats: statistics of blocks outside of the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OffloadStats:
         memory_bytes: Bytes stored in host memory.
         memory_capacity: Their maximum.
         num_stored_blocks: Evicted blocks of all groups that were kept in host memory.
-        num_lost_blocks: Those dropped again for lack of room.
+        num_lost_blocks: Stored blocks dropped for lack of room.
         num_skipped_blocks: Evicted blocks that were not kept, because a step had copied enough.
         disk_bytes: Bytes of this model's blocks on disk; 0 without a disk.
         num_written_bytes, num_read_bytes: Bytes written to and read from disk.
