@@ -134,13 +134,13 @@ def measure(
     def run(model: nn.Module, activations: str) -> list[np.ndarray]:
         return [log_softmax(logits(model, config, activations, text)) for text in texts]
 
-    quantised = []
+    quantized = []
     for bits in BITS:
-        quantised.append(deepcopy(model))
-        nn.quantize(quantised[-1], group_size=GROUP_SIZE, bits=bits)
-        mx.eval(quantised[-1].parameters())
+        quantized.append(deepcopy(model))
+        nn.quantize(quantized[-1], group_size=GROUP_SIZE, bits=bits)
+        mx.eval(quantized[-1].parameters())
     exact = run(model, "float32")
-    for bits, one in zip(BITS, quantised, strict=True):
+    for bits, one in zip(BITS, quantized, strict=True):
         reference, found = run(one, "float32"), run(one, "int8")
         same = [
             (r.argmax(axis=-1) == x.argmax(axis=-1)).mean()

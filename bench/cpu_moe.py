@@ -40,7 +40,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
-QUANTISATION = {"bits": 4, "group_size": 64, "mode": "affine"}
+QUANTIZATION = {"bits": 4, "group_size": 64, "mode": "affine"}
 PROMPT_TOKENS = 128
 LONG_PROMPT = 1024
 
@@ -61,11 +61,11 @@ def make(path: Path) -> None:
     model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(CONFIG))
     model.set_dtype(mx.bfloat16)
     for layer in model.layers:
-        nn.quantize(layer, **QUANTISATION)
+        nn.quantize(layer, **QUANTIZATION)
         mx.eval(layer.parameters())
-    nn.quantize(model, **QUANTISATION)
+    nn.quantize(model, **QUANTIZATION)
     save_model(path, model)
-    save_config(CONFIG | {"quantization": QUANTISATION}, path / "config.json")
+    save_config(CONFIG | {"quantization": QUANTIZATION}, path / "config.json")
     load_tokenizer(model_path()).save_pretrained(path)
 
 

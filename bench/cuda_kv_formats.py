@@ -107,11 +107,11 @@ def _seconds(run: Callable[[], None]) -> float:
 
 def check() -> None:
     """Runs the tests of quantized pools on the GPU."""
-    tests = Path(__file__).parents[1] / "tests/native/test_quantised_pools.py"
+    tests = Path(__file__).parents[1] / "tests/native/test_quantized_pools.py"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", tests]
     env = {**os.environ, "MLX_PAGED_TEST_DEVICE": "gpu", "MLX_ENABLE_TF32": "0"}
     if subprocess.run(command, env=env, check=False).returncode:
-        raise SystemExit("tests of quantised pools failed")
+        raise SystemExit("tests of quantized pools failed")
 
 
 def main() -> None:

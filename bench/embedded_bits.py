@@ -94,7 +94,7 @@ class Quality:
 # --- Models ---------------------------------------------------------------------------------------
 
 
-def drawn(shipped: nn.Module, dequantised: nn.Module, seed: int) -> nn.Module:
+def drawn(shipped: nn.Module, dequantized: nn.Module, seed: int) -> nn.Module:
     """A float32 model whose weights round to those of `shipped`."""
     mx.random.seed(seed)
     steps = {
@@ -108,7 +108,7 @@ def drawn(shipped: nn.Module, dequantised: nn.Module, seed: int) -> nn.Module:
             return weight
         return weight + steps[path] * mx.random.uniform(-0.5, 0.5, weight.shape)
 
-    model = deepcopy(dequantised)
+    model = deepcopy(dequantized)
     model.update(tree_map_with_path(moved, model.parameters()))
     mx.eval(model.parameters())
     return model
@@ -191,10 +191,10 @@ def qualities(folder: Path, num_draws: int, quick: bool) -> Iterator[Quality]:
         found.setdefault(name, []).append((divergence, lost, lost - before, same, ends))
         print(name, divergence, lost - before, same, ends, flush=True)
 
-    dequantised = seen(plain.model, "float32")
-    quantised = load().model
-    quantised.set_dtype(mx.float16)
-    compare("as shipped, not dequantised", dequantised, seen(quantised, SHIPPED))
+    dequantized = seen(plain.model, "float32")
+    quantized = load().model
+    quantized.set_dtype(mx.float16)
+    compare("as shipped, not dequantized", dequantized, seen(quantized, SHIPPED))
     for seed in range(num_draws):
         original = drawn(shipped, plain.model, seed)
         reference = seen(original, "float32")

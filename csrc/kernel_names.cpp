@@ -19,7 +19,7 @@ namespace {
 #define DATA(name) {#name, "data.h", ""},
 #define INSTANCE(function, ...) #function "<" #__VA_ARGS__ ">"
 #define DATA_TEMPLATE(host_name, ...) {host_name, "data.h", INSTANCE(__VA_ARGS__)},
-#define QUANTISED_TEMPLATE(host_name, ...) {host_name, "quantised_pool.h", INSTANCE(__VA_ARGS__)},
+#define QUANTIZED_TEMPLATE(host_name, ...) {host_name, "quantized_pool.h", INSTANCE(__VA_ARGS__)},
 #define LAYER_TEMPLATE(host_name, ...) {host_name, "layer.h", INSTANCE(__VA_ARGS__)},
 #define PRODUCT_TEMPLATE(host_name, ...) {host_name, "products.h", INSTANCE(__VA_ARGS__)},
 #define EXPERT_TEMPLATE(host_name, ...) {host_name, "experts.h", INSTANCE(__VA_ARGS__)},
@@ -39,7 +39,7 @@ constexpr KernelRow kKernels[] = {
     // clang-format off
     PAGED_FOR_EACH_DATA_KERNEL(DATA)
     PAGED_FOR_EACH_DATA_TEMPLATE(DATA_TEMPLATE)
-    PAGED_FOR_EACH_QUANTISED_TEMPLATE(QUANTISED_TEMPLATE)
+    PAGED_FOR_EACH_QUANTIZED_TEMPLATE(QUANTIZED_TEMPLATE)
     PAGED_FOR_EACH_LAYER_TEMPLATE(LAYER_TEMPLATE)
     PAGED_FOR_EACH_PRODUCT_TEMPLATE(PRODUCT_TEMPLATE)
     PAGED_FOR_EACH_EXPERT_TEMPLATE(EXPERT_TEMPLATE)
@@ -143,7 +143,7 @@ KernelName attention_kernel(
   return kernel_named(name);
 }
 
-KernelName quantised_kernel(const std::string& function, DType dtype, int max_dims) {
+KernelName quantized_kernel(const std::string& function, DType dtype, int max_dims) {
   for (int dims : {64, 128, 256, 576}) {
     if (max_dims <= dims) {
       return kernel_named(join(function, "_", name_of(dtype), "_", dims));

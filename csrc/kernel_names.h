@@ -31,8 +31,8 @@ KernelName attention_kernel(
 // True if there are attention kernels for these head dims.
 bool has_kernels(int key_dim, int value_dim);
 
-// Returns a kernel of quantised_pool.h with registers for heads of up to `max_dims` dims.
-KernelName quantised_kernel(const std::string& function, DType dtype, int max_dims);
+// Returns a kernel of quantized_pool.h with registers for heads of up to `max_dims` dims.
+KernelName quantized_kernel(const std::string& function, DType dtype, int max_dims);
 
 KernelName merge_kernel(DType dtype, int value_dim);
 KernelName kernel_named(const std::string& name);

@@ -35,12 +35,12 @@ namespace {
 constexpr int kHeadsAtOnce = paged::DATA_THREADS / 32;  // one per SIMD-group
 
 KernelName kernel_of(const char* function, const mx::array& numbers, int max_dims) {
-  return quantised_kernel(function, dtype_of(numbers.dtype()), max_dims);
+  return quantized_kernel(function, dtype_of(numbers.dtype()), max_dims);
 }
 
-LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
+LaunchList quantize_launches(const Arrays& in, const Arrays& out) {
   auto keys = layout_of(out[0]), values = layout_of(out[1]);
-  paged::QuantiseParams params{};
+  paged::QuantizeParams params{};
   params.num_kv_heads = keys.num_kv_heads;
   params.key_dim = keys.head_dim;
   params.value_dim = values.head_dim;
@@ -49,7 +49,7 @@ LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
   params.value_format = int(values.format);
   params.num_tokens = in[4].shape(0);
   Launch launch;
-  launch.kernel = kernel_of("quantise_kv", in[2], std::max(params.key_dim, params.value_dim));
+  launch.kernel = kernel_of("quantize_kv", in[2], std::max(params.key_dim, params.value_dim));
   for (int operand : {2, 3, 4, 5, 6}) {
     launch.buffers.push_back(bind(in, out, operand));
   }
@@ -61,10 +61,10 @@ LaunchList quantise_launches(const Arrays& in, const Arrays& out) {
 }
 
 // Gathers keys (0) or values (1).
-Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
+Launch gather_quantized_launch(const Arrays& in, const Arrays& out, int which) {
   auto layout = layout_of(in[which]);
   const auto& dense = out[which];
-  paged::GatherQuantisedParams params{};
+  paged::GatherQuantizedParams params{};
   params.num_kv_heads = layout.num_kv_heads;
   params.dim = layout.head_dim;
   params.max_context_len = dense.shape(2);
@@ -73,7 +73,7 @@ Launch gather_quantised_launch(const Arrays& in, const Arrays& out, int which) {
   params.format = int(layout.format);
   params.rotated = which == 0 && rotates_keys(layout.format);
   Launch launch;
-  launch.kernel = kernel_of("gather_quantised", dense, params.dim);
+  launch.kernel = kernel_of("gather_quantized", dense, params.dim);
   launch.buffers = {
       bind(in, out, which), bind(in, out, 2), bind(in, out, 3), bind(in, out, 4 + which)};
   launch.constants = bytes_of(params);
@@ -110,7 +110,7 @@ LaunchList WriteKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
     return {};
   }
   if (format_of(in[0].dtype()) != PoolFormat::plain) {
-    return quantise_launches(in, out);
+    return quantize_launches(in, out);
   }
   auto token_chunks = [](const mx::array& pool) {
     return chunks(pool, int64_t(pool.shape(2)) * pool.shape(3));
@@ -254,7 +254,7 @@ LaunchList SamplingThresholds::launches(const Arrays& in, const Arrays& out, Gpu
 }
 
 LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
-  bool quantised = format_of(in[0].dtype()) != PoolFormat::plain;
+  bool quantized = format_of(in[0].dtype()) != PoolFormat::plain;
   LaunchList list;
   for (int i = 0; i < 2; i++) {
     const auto& pool = in[i];
@@ -262,8 +262,8 @@ LaunchList GatherKV::launches(const Arrays& in, const Arrays& out, Gpu) const {
     if (dense.size() == 0) {
       continue;
     }
-    if (quantised) {
-      list.launches.push_back(gather_quantised_launch(in, out, i));
+    if (quantized) {
+      list.launches.push_back(gather_quantized_launch(in, out, i));
       continue;
     }
     paged::GatherParams params{};

@@ -354,12 +354,12 @@ std::vector<Pipeline> attention_pipelines(Gpu gpu, const AttentionLayer& layer) 
   if (layer.key_format != PoolFormat::plain) {
     int key_dim = layer.key_dim, value_dim = layer.value_dim;
     std::pair<const char*, int> kernels[] = {
-        {"quantise_kv", std::max(key_dim, value_dim)},
-        {"gather_quantised", key_dim},
-        {"gather_quantised", value_dim},
+        {"quantize_kv", std::max(key_dim, value_dim)},
+        {"gather_quantized", key_dim},
+        {"gather_quantized", value_dim},
         {"rotate_queries", key_dim}};
     for (auto [function, dims] : kernels) {
-      Pipeline pipeline{quantised_kernel(function, layer.dtype, dims), {}};
+      Pipeline pipeline{quantized_kernel(function, layer.dtype, dims), {}};
       if (std::find(pipelines.begin(), pipelines.end(), pipeline) == pipelines.end()) {
         pipelines.push_back(std::move(pipeline));
       }

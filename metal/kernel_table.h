@@ -152,7 +152,7 @@ struct FillParams {
 };
 static_assert(sizeof(FillParams) == 4, "the same for every compiler");
 
-struct QuantiseParams {
+struct QuantizeParams {
   int num_kv_heads;
   int key_dim;
   int value_dim;
@@ -161,9 +161,9 @@ struct QuantiseParams {
   int value_format;
   int num_tokens;
 };
-static_assert(sizeof(QuantiseParams) == 28, "the same for every compiler");
+static_assert(sizeof(QuantizeParams) == 28, "the same for every compiler");
 
-struct GatherQuantisedParams {
+struct GatherQuantizedParams {
   int num_kv_heads;
   int dim;
   int max_context_len;
@@ -172,7 +172,7 @@ struct GatherQuantisedParams {
   int format;
   int rotated;
 };
-static_assert(sizeof(GatherQuantisedParams) == 28, "the same for every compiler");
+static_assert(sizeof(GatherQuantizedParams) == 28, "the same for every compiler");
 
 struct RotateParams {
   int num_rows;  // of all heads
@@ -365,18 +365,18 @@ static_assert(LORA_ROWS * LORA_COLUMNS == 32, "a sum for each lane");
   X("apply_token_bitmask_16", apply_token_bitmask, ushort) \
   X("apply_token_bitmask_32", apply_token_bitmask, uint)
 
-// Kernels of quantised_pool.h. A lane keeps one dim of every 32 in registers; X(host name,
+// Kernels of quantized_pool.h. A lane keeps one dim of every 32 in registers; X(host name,
 // function, type, number of registers).
-#define PAGED_QUANTISED_PARTS(X, function, dtype, type) \
+#define PAGED_QUANTIZED_PARTS(X, function, dtype, type) \
   X(#function "_" #dtype "_64", function, type, 2)      \
   X(#function "_" #dtype "_128", function, type, 4)     \
   X(#function "_" #dtype "_256", function, type, 8)     \
   X(#function "_" #dtype "_576", function, type, 18)
-#define PAGED_QUANTISED_KERNELS(X, dtype, type)           \
-  PAGED_QUANTISED_PARTS(X, quantise_kv, dtype, type)      \
-  PAGED_QUANTISED_PARTS(X, gather_quantised, dtype, type) \
-  PAGED_QUANTISED_PARTS(X, rotate_queries, dtype, type)
-#define PAGED_FOR_EACH_QUANTISED_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_QUANTISED_KERNELS, X)
+#define PAGED_QUANTIZED_KERNELS(X, dtype, type)           \
+  PAGED_QUANTIZED_PARTS(X, quantize_kv, dtype, type)      \
+  PAGED_QUANTIZED_PARTS(X, gather_quantized, dtype, type) \
+  PAGED_QUANTIZED_PARTS(X, rotate_queries, dtype, type)
+#define PAGED_FOR_EACH_QUANTIZED_TEMPLATE(X) PAGED_FOR_EACH_DTYPE(PAGED_QUANTIZED_KERNELS, X)
 
 // Kernels of layer.h: operations between a layer's attention and its matrix products. X(...)
 // receives the host name, the function and its template arguments.

@@ -16,12 +16,12 @@
 #include "paged_merge.h"
 #include "paged_prefill.h"
 #include "products.h"
-#include "quantised_pool.h"
+#include "quantized_pool.h"
 #include "thresholds.h"
 
 #define INSTANTIATE(name, function, ...) PAGED_INSTANTIATE(name, function<__VA_ARGS__>)
 PAGED_FOR_EACH_DATA_TEMPLATE(INSTANTIATE)
-PAGED_FOR_EACH_QUANTISED_TEMPLATE(INSTANTIATE)
+PAGED_FOR_EACH_QUANTIZED_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_LAYER_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_PRODUCT_TEMPLATE(INSTANTIATE)
 PAGED_FOR_EACH_EXPERT_TEMPLATE(INSTANTIATE)

@@ -89,7 +89,7 @@ struct TileLoader {
                                                                      : 1;
 
   // The same for a quantized pool.
-  METAL_FUNC void load_quantised(
+  METAL_FUNC void load_quantized(
       device const uchar* pool, int format, int dim, int num_heads, int head, BlockTable table,
       int first, int end, Slice slice, uint thread_id) thread {
     PAGED_UNROLL

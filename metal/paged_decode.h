@@ -64,7 +64,7 @@ struct DecodeLane {
   // Loads a lane's CHUNKS chunks of a token's codes. One lane loads the scale for all lanes that
   // share it. Returns the int8 scale; a missing token has zeros with zero scales.
   template <int DIM, int CHUNKS>
-  METAL_FUNC static float load_quantised(
+  METAL_FUNC static float load_quantized(
       device const uchar* pool, BlockTable table, int token, bool exists, int kv_head, int format,
       constant AttentionParams& params, uint lane, thread uint4* chunks) {
     constexpr int GROUP_LANES = CODE_GROUP / CHUNK;
@@ -113,11 +113,11 @@ struct DecodeLane {
       int token = first + u * TOKENS + int(lane) / TOKEN_LANES;
       bool exists = token < end;
       tokens[u] = token;
-      if (PAGED_QUANTISED(params)) {
-        k_scale[u] = load_quantised<K_DIM, K_CHUNKS>(
+      if (PAGED_QUANTIZED(params)) {
+        k_scale[u] = load_quantized<K_DIM, K_CHUNKS>(
             (device const uchar*)key_pool, table, token, exists, kv_head, key_format(params),
             params, lane, k[u]);
-        v_scale[u] = load_quantised<V_DIM, V_CHUNKS>(
+        v_scale[u] = load_quantized<V_DIM, V_CHUNKS>(
             (device const uchar*)value_pool, table, token, exists, kv_head, value_format(params),
             params, lane, v[u]);
         continue;
@@ -149,7 +149,7 @@ struct DecodeLane {
       PAGED_UNROLL
       for (int c = 0; c < K_CHUNKS; c++) {
         float key[CHUNK];
-        if (PAGED_QUANTISED(params)) {
+        if (PAGED_QUANTIZED(params)) {
           unpack_codes<T>(k[u][c], key, key_format(params));
         } else {
           unpack(k[u][c], key, T(0));
@@ -205,7 +205,7 @@ struct DecodeLane {
       PAGED_UNROLL
       for (int c = 0; c < V_CHUNKS; c++) {
         float values[CHUNK];
-        if (PAGED_QUANTISED(params)) {
+        if (PAGED_QUANTIZED(params)) {
           unpack_codes<T>(v[u][c], values, value_format(params));
         } else {
           unpack(v[u][c], values, T(0));

@@ -165,11 +165,11 @@ paged_decode_matrix(
   for (int first = seen.begin; first < seen.end; first += TOKENS) {
     TileLoader<T, TOKENS, 8 * K_COLUMNS, 32> keys;
     TileLoader<T, TOKENS, 8 * V_COLUMNS, 32> values;
-    if (PAGED_QUANTISED(params)) {
-      keys.load_quantised(
+    if (PAGED_QUANTIZED(params)) {
+      keys.load_quantized(
           (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads,
           ours.kv_head, ours.table, first, seen.end, k_slice, lane);
-      values.load_quantised(
+      values.load_quantized(
           (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
           ours.kv_head, ours.table, first, seen.end, v_slice, lane);
     } else {

@@ -115,7 +115,7 @@ METAL_FUNC void unpack_codes(uint4 chunk, thread float* out, int format) {
 // Formats of a pipeline's pools, or FORMAT_PLAIN.
 METAL_FUNC int key_format(constant AttentionParams& params) {
   (void)params;  // not needed by function constants
-  return !PAGED_QUANTISED(params)  ? FORMAT_PLAIN
+  return !PAGED_QUANTIZED(params)  ? FORMAT_PLAIN
          : PAGED_FP8(params)       ? FORMAT_FP8
          : PAGED_INT4_KEYS(params) ? FORMAT_INT4
                                    : FORMAT_INT8;
@@ -123,7 +123,7 @@ METAL_FUNC int key_format(constant AttentionParams& params) {
 
 METAL_FUNC int value_format(constant AttentionParams& params) {
   (void)params;  // not needed by function constants
-  return !PAGED_QUANTISED(params)    ? FORMAT_PLAIN
+  return !PAGED_QUANTIZED(params)    ? FORMAT_PLAIN
          : PAGED_FP8(params)         ? FORMAT_FP8
          : PAGED_INT4_VALUES(params) ? FORMAT_INT4
                                      : FORMAT_INT8;
@@ -133,7 +133,7 @@ METAL_FUNC int value_format(constant AttentionParams& params) {
 // are in threadgroup memory, in the 16 bytes left free after the token's row of a tile.
 METAL_FUNC bool has_scales(constant AttentionParams& params) {
   (void)params;  // not needed by function constants
-  return PAGED_QUANTISED(params) && !PAGED_FP8(params) &&
+  return PAGED_QUANTIZED(params) && !PAGED_FP8(params) &&
          !(PAGED_INT4_KEYS(params) && PAGED_INT4_VALUES(params));
 }
 

@@ -27,11 +27,11 @@ METAL_FUNC void load_tiles(
   constexpr int V_PITCH = prefill_pitch(V_DIM, sizeof(T));
   TileLoader<T, TOKENS, K_DIM, THREADS> keys;
   TileLoader<T, TOKENS, V_DIM, THREADS> values;
-  if (PAGED_QUANTISED(params)) {
-    keys.load_quantised(
+  if (PAGED_QUANTIZED(params)) {
+    keys.load_quantized(
         (device const uchar*)key_pool, key_format(params), K_DIM, params.num_kv_heads, ours.kv_head,
         ours.table, first, end, {0, K_DIM}, thread_id);
-    values.load_quantised(
+    values.load_quantized(
         (device const uchar*)value_pool, value_format(params), V_DIM, params.num_kv_heads,
         ours.kv_head, ours.table, first, end, {0, V_DIM}, thread_id);
   } else {

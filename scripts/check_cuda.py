@@ -25,12 +25,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "attention_bounds",
-       "pool_contract", "quantised_pools", "validation", "numeric_edges", "big_pools",
+       "pool_contract", "quantized_pools", "validation", "numeric_edges", "big_pools",
        "token_bitmask"]  # fmt: skip
 ENGINE = [
     "cuda",
     "cuda_executable",
-    "cuda_quantised",
+    "cuda_quantized",
     "bounds",
     "dense_prefill",
     "add_in_product",
@@ -156,7 +156,7 @@ def benchmarks() -> dict[str, Stage]:
     engine = python("bench/cuda_engine.py", "--only")
     return {
         "kernels": Stage("bench kernels", python("bench/cuda_kernels.py")),
-        "quantised": Stage("bench quantised", python("bench/cuda_quantised.py")),
+        "quantized": Stage("bench quantized", python("bench/cuda_quantized.py")),
         "steps": Stage("bench steps", python("bench/cuda_steps.py")),
         "engine": Stage("bench engine", [*engine, *NOT_THE_MOE]),
         "media": Stage("bench media", python("bench/media.py", "--gpu")),

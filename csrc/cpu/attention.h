@@ -47,10 +47,10 @@ struct PoolArgs {
 struct PoolKernels {
   // Quantizes rows [begin, end) of [num_tokens, num_kv_heads, head_dim]; row i goes to slot
   // slots[i] unless that is negative.
-  void (*quantise)(
+  void (*quantize)(
       const PoolArgs& args, const void* rows, const int32_t* slots, int64_t begin, int64_t end);
   // Dequantizes one head of a slot.
-  void (*dequantise)(const PoolArgs& args, int64_t slot, int head, void* out);
+  void (*dequantize)(const PoolArgs& args, int64_t slot, int head, void* out);
 };
 
 struct AttentionKernels {

@@ -26,7 +26,7 @@ using cpu::Pool;
 
 namespace {
 
-bool is_quantised(const mx::array& pool) {
+bool is_quantized(const mx::array& pool) {
   return format_of(pool.dtype()) != PoolFormat::plain;
 }
 
@@ -49,16 +49,16 @@ void WriteKV::eval_cpu(const Arrays& inputs, Arrays& out) {
   for (int i = 0; i < 2; i++) {
     cpu::alias_or_copy_pool(in[i], out[i], encoder);
   }
-  if (is_quantised(out[0])) {
+  if (is_quantized(out[0])) {
     encoder.dispatch([key_pool = pool_args(out[0], in[2].dtype(), true),
                       value_pool = pool_args(out[1], in[3].dtype(), false),
                       keys = in[2].data<void>(), values = in[3].data<void>(),
                       slots = in[4].data<int32_t>(), count = in[4].shape(0),
                       token_bytes = count_bytes(in[2]) + count_bytes(in[3])] {
-      const auto& quantise = cpu::kernels().pool.quantise;
+      const auto& quantize = cpu::kernels().pool.quantize;
       for_ranges(count, token_bytes, [&](int64_t begin, int64_t end) {
-        quantise(key_pool, keys, slots, begin, end);
-        quantise(value_pool, values, slots, begin, end);
+        quantize(key_pool, keys, slots, begin, end);
+        quantize(value_pool, values, slots, begin, end);
       });
     });
     return;
@@ -120,7 +120,7 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
            std::array{
                pool_args(key_pool, out[0].dtype(), true),
                pool_args(value_pool, out[1].dtype(), false)},
-       quantised = is_quantised(key_pool),
+       quantized = is_quantized(key_pool),
        row_bytes =
            std::array{
                int64_t(out[0].shape(3)) * out[0].itemsize(),
@@ -149,8 +149,8 @@ void GatherKV::eval_cpu(const Arrays& inputs, Arrays& out) {
               const char* src = pool.slot(slot);
               for (int head = 0; head < pool.num_kv_heads; head++) {
                 char* row = rows + head * head_stride + t * head_bytes;
-                if (quantised) {
-                  cpu::kernels().pool.dequantise(views[p], slot, head, row);
+                if (quantized) {
+                  cpu::kernels().pool.dequantize(views[p], slot, head, row);
                 } else {
                   std::memcpy(row, src + head * head_bytes, head_bytes);
                 }

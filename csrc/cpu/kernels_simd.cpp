@@ -19,7 +19,7 @@ namespace mlx_paged::cpu {
 const Kernels MLX_PAGED_KERNELS = {
     MLX_PAGED_SIMD_NAME,
     {MLX_PAGED_ISA::scratch_size, MLX_PAGED_ISA::attend, MLX_PAGED_ISA::merge},
-    {MLX_PAGED_ISA::quantise, MLX_PAGED_ISA::dequantise},
+    {MLX_PAGED_ISA::quantize, MLX_PAGED_ISA::dequantize},
     {MLX_PAGED_ISA::rope, MLX_PAGED_ISA::rms_norm, MLX_PAGED_ISA::silu_mul,
      MLX_PAGED_ISA::layer_norm, MLX_PAGED_ISA::gelu, MLX_PAGED_ISA::clipped_swiglu,
      MLX_PAGED_ISA::greedy, MLX_PAGED_ISA::draw, MLX_PAGED_ISA::bitmask, MLX_PAGED_ISA::thresholds,

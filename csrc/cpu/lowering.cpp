@@ -160,7 +160,7 @@ void CpuLowering::lower_write_kv(const GraphNode& node) {
         }
         PoolArgs args = part.format;
         args.pool.data = pool;
-        kernels().pool.quantise(args, part.rows.row(bases, i), slot, 0, 1);
+        kernels().pool.quantize(args, part.rows.row(bases, i), slot, 0, 1);
       }
     }
   });

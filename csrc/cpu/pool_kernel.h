@@ -142,7 +142,7 @@ inline void encode_fp8(const float* x, int dim, char* codes) {
   }
 }
 
-inline void quantise(
+inline void quantize(
     const PoolArgs& args, const void* rows, const int32_t* slots, int64_t begin, int64_t end) {
   const PoolView& pool = args.pool;
   int dim = pool.head_dim;
@@ -179,7 +179,7 @@ inline void quantise(
   });
 }
 
-inline void dequantise(const PoolArgs& args, int64_t slot, int head, void* out) {
+inline void dequantize(const PoolArgs& args, int64_t slot, int head, void* out) {
   const PoolView& pool = args.pool;
   int dim = pool.head_dim;
   float x[kMaxHeadDim + kWidth];

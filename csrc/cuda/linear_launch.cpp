@@ -32,7 +32,7 @@ TmaKernels tma_kernels() {
     int bytes = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (bytes < kQuantisedStreamBytes) {
+    if (bytes < kQuantizedStreamBytes) {
       return TmaKernels::small;
     }
     return kHasSm90a && kernel.binaryVersion == 90 ? TmaKernels::wgmma : TmaKernels::any;
@@ -84,9 +84,9 @@ bool QuantizedLinear::served_on_gpu(const Arrays& in, const WeightCodes& codes, 
   auto dtype = x.dtype();
   bool is_affine = codes.format == WeightFormat::affine;
   int64_t k = int64_t(weight.shape(1)) * 32 / codes.bits;
-  bool is_small = k > 0 && x.size() <= size_t(cuda::kQuantisedMaxRows) * k;
+  bool is_small = k > 0 && x.size() <= size_t(cuda::kQuantizedMaxRows) * k;
   if ((dtype != mx::float16 && dtype != mx::bfloat16) || x.ndim() > 4 || !is_small ||
-      !cuda::serves_quantised(
+      !cuda::serves_quantized(
           int(x.size() / k), weight.shape(0), int(k), codes, cuda::tma_kernels())) {
     return false;
   }
@@ -113,7 +113,7 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   params.has_bias[0] = has_bias;
   cuda::LinearOperands operands{};
   operands.parts[0] = {1, has_bias ? int(bias) : 1, int(in.size()), 2, has_biases() ? 3 : 2};
-  auto launch = cuda::quantised_launch(
+  auto launch = cuda::quantized_launch(
       params, dtype_of(in[0].dtype()), codes_, operands, cuda::tma_kernels());
   gpu::encode({{launch}, {}}, inputs, out, {}, stream());
 }

@@ -41,10 +41,10 @@ struct LinearParams {
   int head_dim;
   int n[kLinearMaxWeights];  // rows of each weight
   int has_bias[kLinearMaxWeights];
-  // linear_quantised_wgmma only: x is already in code order.
+  // linear_quantized_wgmma only: x is already in code order.
   int x_is_ordered;
   CodeOrder out_order;      // order of the outputs, whose number is a multiple of its run
-  LinearAdapters adapters;  // linear_stream and linear_quantised_stream only
+  LinearAdapters adapters;  // linear_stream and linear_quantized_stream only
 };
 static_assert(sizeof(LinearParams) == 96, "the same for every compiler");
 

@@ -21,7 +21,7 @@ constexpr int kManyTiles = 4;  // of x
 // Buffers of a launch: x, a residual, then each part's weight, bias and output.
 constexpr int kFirstPart = 2;
 constexpr int kPartBuffers = 3;
-constexpr int kQuantisedPartBuffers = 5;  // with the scales and biases of a quantized weight
+constexpr int kQuantizedPartBuffers = 5;  // with the scales and biases of a quantized weight
 
 int tiles_of(int num_rows) {
   int tiles = 1;
@@ -177,7 +177,7 @@ const char* name_of(CodeFormat format) {
   return format == CodeFormat::mxfp4 ? "mxfp4" : format == CodeFormat::mxfp8 ? "mxfp8" : "affine";
 }
 
-std::string quantised_kernel(
+std::string quantized_kernel(
     const char* kernel, DType dtype, CodeFormat format, const WeightCodes& codes, int tiles) {
   std::ostringstream name;
   name << kernel << "_" << mlx_paged::name_of(dtype) << "_" << name_of(format) << "_" << codes.bits
@@ -190,15 +190,15 @@ int scale_bytes_of(CodeFormat format) {
 }
 
 // True if rows of scales are also multiples of 16 bytes apart, as the copy engine requires.
-bool streams_quantised(CodeFormat format, const WeightCodes& codes, int k) {
+bool streams_quantized(CodeFormat format, const WeightCodes& codes, int k) {
   return k % 128 == 0 && k / codes.group_size * scale_bytes_of(format) % 16 == 0;
 }
 
 // True if all scales of half a tile of rows can instead be copied at once.
 bool streams_whole(CodeFormat format, const WeightCodes& codes, int k, int n, bool is_gated) {
   int bytes = k / codes.group_size * scale_bytes_of(format);
-  constexpr int kHalf = kQuantisedStreamRows / 2;
-  return k % 128 == 0 && bytes <= kQuantisedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
+  constexpr int kHalf = kQuantizedStreamRows / 2;
+  return k % 128 == 0 && bytes <= kQuantizedWholeScales && n % (is_gated ? kHalf : 2 * kHalf) == 0;
 }
 
 // The value of an environment variable that changes kernels, to find faults and to compare.
@@ -209,27 +209,27 @@ int setting(const char* variable, int by_default) {
 
 // Maximum rows of x. Without the copy engine, each block of 16 rows reads the weight again; without
 // warpgroup products, MLX's kernel is as fast for the many rows of prompts.
-int quantised_max_rows(CodeFormat format, const WeightCodes& codes, int k, TmaKernels tma) {
-  if (tma < TmaKernels::any || !streams_quantised(format, codes, k)) {
+int quantized_max_rows(CodeFormat format, const WeightCodes& codes, int k, TmaKernels tma) {
+  if (tma < TmaKernels::any || !streams_quantized(format, codes, k)) {
     return kLinearMaxRows;
   }
-  const int most = tma == TmaKernels::wgmma ? kQuantisedMaxRows : kLibraryMaxRows;
+  const int most = tma == TmaKernels::wgmma ? kQuantizedMaxRows : kLibraryMaxRows;
   return std::clamp(setting("MLX_PAGED_QUANTIZED_ROWS", most), kLinearMaxRows, most);
 }
 
-// True if linear_quantised_wgmma serves the product.
+// True if linear_quantized_wgmma serves the product.
 bool by_four_warps(
     CodeFormat format, const WeightCodes& codes, int num_rows, int k, TmaKernels tma) {
-  return tma == TmaKernels::wgmma && streams_quantised(format, codes, k) &&
-         tiles_of(num_rows) >= kQuantisedWgmmaTiles;
+  return tma == TmaKernels::wgmma && streams_quantized(format, codes, k) &&
+         tiles_of(num_rows) >= kQuantizedWgmmaTiles;
 }
 
 // Maps of the weights, whose first buffer is `first`, with `count` matrices each. Without
 // has_scales, kernels copy scales without maps, so the codes' map fills their places.
-std::vector<MatrixMap> quantised_maps(
+std::vector<MatrixMap> quantized_maps(
     const LinearParams& params, CodeFormat format, const WeightCodes& codes, int first,
     int buffers_of_part, int count, bool has_scales) {
-  constexpr int kBoxRows = kQuantisedStreamRows / 2;
+  constexpr int kBoxRows = kQuantizedStreamRows / 2;
   std::vector<MatrixMap> maps;
   int words = params.k * codes.bits / 32;
   int groups = params.k / codes.group_size;
@@ -239,8 +239,8 @@ std::vector<MatrixMap> quantised_maps(
     int rows = params.n[i] * count;
     maps.push_back(
         {buffer, 4, rows, words, words, kBoxRows,
-         quantised_stream_chunk(codes.bits) * codes.bits / 32,
-         quantised_stream_swizzles(codes.bits)});
+         quantized_stream_chunk(codes.bits) * codes.bits / 32,
+         quantized_stream_swizzles(codes.bits)});
     for (int array : {1, 2}) {  // formats without biases have the scales again
       MatrixMap scales{buffer + array, scale_bytes,      rows, groups, groups,
                        kBoxRows,       16 / scale_bytes, false};
@@ -252,12 +252,12 @@ std::vector<MatrixMap> quantised_maps(
 
 }  // namespace
 
-bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes, TmaKernels tma) {
+bool serves_quantized(int num_rows, int n, int k, const WeightCodes& codes, TmaKernels tma) {
   auto format = kernel_format(codes);
   // Rows of codes are copied 16 bytes at a time.
   return format && num_rows > 0 && n > 0 && k > 0 && k % codes.group_size == 0 &&
          int64_t(k) * codes.bits % 128 == 0 &&
-         num_rows <= quantised_max_rows(*format, codes, k, tma);
+         num_rows <= quantized_max_rows(*format, codes, k, tma);
 }
 
 CodeOrder order_of_x(const ProductStep& step, TmaKernels tma) {
@@ -266,43 +266,43 @@ CodeOrder order_of_x(const ProductStep& step, TmaKernels tma) {
   return is_ordered ? code_order(step.codes->bits, step.codes->group_size) : CodeOrder{};
 }
 
-Launch quantised_launch(
+Launch quantized_launch(
     LinearParams params, DType dtype, const WeightCodes& codes, const LinearOperands& operands,
     TmaKernels tma) {
   auto format = kernel_format(codes).value();
   int tiles = tiles_of(params.num_rows);
-  bool by_stream = tma >= TmaKernels::any && streams_quantised(format, codes, params.k);
+  bool by_stream = tma >= TmaKernels::any && streams_quantized(format, codes, params.k);
   bool by_wgmma = by_four_warps(format, codes, params.num_rows, params.k, tma);
   Launch launch;
   if (by_stream) {
     bool is_wide = by_wgmma && setting("MLX_PAGED_WIDE_PRODUCTS", 1) != 0;
-    tiles = std::min(tiles, is_wide ? quantised_wgmma_tiles(codes.bits) : kQuantisedStreamTiles);
+    tiles = std::min(tiles, is_wide ? quantized_wgmma_tiles(codes.bits) : kQuantizedStreamTiles);
     auto shape =
-        quantised_stream_shape(format, codes.bits, codes.group_size, tiles, false, by_wgmma);
-    uint32_t num_tiles = blocks_of(params, kQuantisedStreamRows / (params.is_gated ? 2 : 1));
-    uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantisedStreamMinColumns);
+        quantized_stream_shape(format, codes.bits, codes.group_size, tiles, false, by_wgmma);
+    uint32_t num_tiles = blocks_of(params, kQuantizedStreamRows / (params.is_gated ? 2 : 1));
+    uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantizedStreamMinColumns);
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, uint32_t(div_up(params.num_rows, 8 * tiles)), 1};
     put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
     launch.threadgroup = {
-        uint32_t(by_wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads), 1, 1};
-    launch.maps = quantised_maps(params, format, codes, kFirstPart, kQuantisedPartBuffers, 1, true);
+        uint32_t(by_wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads), 1, 1};
+    launch.maps = quantized_maps(params, format, codes, kFirstPart, kQuantizedPartBuffers, 1, true);
     launch.maps.insert(launch.maps.begin(), map_of_x(params, tiles));
   } else {
     tiles = std::min(tiles, 2);
-    int rows = kQuantisedRows / (params.is_gated ? 2 : 1);
+    int rows = kQuantizedRows / (params.is_gated ? 2 : 1);
     launch.threadgroup_memory =
-        quantised_rows_shape(format, codes.bits, codes.group_size, tiles).scratch;
+        quantized_rows_shape(format, codes.bits, codes.group_size, tiles).scratch;
     launch.grid = {
         blocks_of(params, rows), uint32_t((params.num_rows + 8 * tiles - 1) / (8 * tiles)), 1};
     launch.threadgroup = {32 * kLinearParts, 1, 1};
     launch.after_previous = true;  // like linear
   }
-  launch.kernel.host_name = quantised_kernel(
-      by_wgmma    ? "linear_quantised_wgmma"
-      : by_stream ? "linear_quantised_stream"
-                  : "linear_quantised",
+  launch.kernel.host_name = quantized_kernel(
+      by_wgmma    ? "linear_quantized_wgmma"
+      : by_stream ? "linear_quantized_stream"
+                  : "linear_quantized",
       dtype, format, codes, tiles);
   launch.buffers.push_back({operands.x, Access::read, 0});
   launch.buffers.push_back({operands.residual, Access::read, 0});
@@ -323,8 +323,8 @@ int expert_tiles(int num_rows, int top_k, int num_experts) {
   return std::min({tiles_of(pairs), tiles_of(num_rows), kWgmmaTiles});
 }
 
-int quantised_expert_tiles(int tiles) {
-  return tiles == 1 ? 1 : kQuantisedExpertTiles;
+int quantized_expert_tiles(int tiles) {
+  return tiles == 1 ? 1 : kQuantizedExpertTiles;
 }
 
 bool serves_experts(const ProductStep& products, TmaKernels tma) {
@@ -336,7 +336,7 @@ bool serves_experts(const ProductStep& products, TmaKernels tma) {
   if (is_served && products.codes) {
     auto format = kernel_format(*products.codes);
     return format && tma >= TmaKernels::any && products.k % products.codes->group_size == 0 &&
-           (streams_quantised(*format, *products.codes, products.k) ||
+           (streams_quantized(*format, *products.codes, products.k) ||
             streams_whole(
                 *format, *products.codes, products.k, products.parts[0].n, products.is_gated));
   }
@@ -348,7 +348,7 @@ Launch expert_launch(
   constexpr int kFirst = 1;  // buffer of the first weight
   const auto& codes = products.codes;
   const int num_experts = step.route.num_experts;
-  const int rows = codes ? kQuantisedStreamRows : kStreamRows;
+  const int rows = codes ? kQuantizedStreamRows : kStreamRows;
   ExpertProductParams params{};
   auto& product = params.product;
   product.num_rows = is_first ? step.route.num_rows : step.num_pairs();
@@ -389,14 +389,14 @@ Launch expert_launch(
   launch.maps.push_back(map_of_rows);
   if (codes) {
     auto format = kernel_format(*codes).value();
-    bool whole = !streams_quantised(format, *codes, products.k);
-    launch.kernel.host_name = quantised_kernel(
-        whole ? "expert_quantised_whole" : "expert_quantised_stream", products.dtype, format,
+    bool whole = !streams_quantized(format, *codes, products.k);
+    launch.kernel.host_name = quantized_kernel(
+        whole ? "expert_quantized_whole" : "expert_quantized_stream", products.dtype, format,
         *codes, tiles);
     launch.threadgroup_memory =
-        quantised_stream_shape(format, codes->bits, codes->group_size, tiles, whole).scratch;
-    launch.threadgroup = {kQuantisedStreamThreads, 1, 1};
-    auto maps = quantised_maps(product, format, *codes, kFirst, 4, num_experts, !whole);
+        quantized_stream_shape(format, codes->bits, codes->group_size, tiles, whole).scratch;
+    launch.threadgroup = {kQuantizedStreamThreads, 1, 1};
+    auto maps = quantized_maps(product, format, *codes, kFirst, 4, num_experts, !whole);
     launch.maps.insert(launch.maps.end(), maps.begin(), maps.end());
   } else {
     launch.kernel.host_name = std::string("expert_stream_") + mlx_paged::name_of(products.dtype) +
@@ -446,7 +446,7 @@ bool adds_adapters(const ProductStep& step, TmaKernels tma) {
   }
   bool is_served = step.codes
                        ? tma >= TmaKernels::any &&
-                             streams_quantised(*kernel_format(*step.codes), *step.codes, step.k)
+                             streams_quantized(*kernel_format(*step.codes), *step.codes, step.k)
                        : tma != TmaKernels::none;
   for (const auto& part : step.parts) {
     is_served = is_served && (part.target < 0 || part.n % 8 == 0);
@@ -517,7 +517,7 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
       operands.parts[i].out = buffers[ProductStep::kQueriesOut + i].operand;
     }
   }
-  return step.codes ? quantised_launch(params, step.dtype, *step.codes, operands, tma)
+  return step.codes ? quantized_launch(params, step.dtype, *step.codes, operands, tma)
                     : linear_launch(params, step.dtype, operands, tma);
 }
 
@@ -564,7 +564,7 @@ std::vector<Launch> product_launches(
     TmaKernels tma) {
   bool by_library = !step.codes && step.num_rows > kLinearMaxRows;
   for (const auto& part : step.parts) {
-    bool served = step.codes   ? serves_quantised(step.num_rows, part.n, step.k, *step.codes, tma)
+    bool served = step.codes   ? serves_quantized(step.num_rows, part.n, step.k, *step.codes, tma)
                   : by_library ? has_library_products() && step.num_rows <= kLibraryMaxRows &&
                                      part.n % 8 == 0 && step.k % 8 == 0
                                : serves_product(step.num_rows, part.n, step.k, false, tma);

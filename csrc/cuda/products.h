@@ -1,13 +1,13 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Chooses the kernel and grid of a product: linear.cu, linear_stream.cu or linear_quantised.h, or
+// Chooses the kernel and grid of a product: linear.cu, linear_stream.cu or linear_quantized.h, or
 // cuBLASLt for more rows. Needs neither CUDA nor a GPU, so its rules can be tested anywhere.
 
 #pragma once
 
 #include "../gpu/executable.h"
 #include "../launch.h"
-#include "quantised_shape.h"
+#include "quantized_shape.h"
 
 namespace mlx_paged::cuda {
 
@@ -53,11 +53,11 @@ Launch linear_launch(
 bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma);
 
 // The same for weights from mx.quantize.
-Launch quantised_launch(
+Launch quantized_launch(
     LinearParams params, DType dtype, const WeightCodes& codes, const LinearOperands& operands,
     TmaKernels tma);
 
-bool serves_quantised(int num_rows, int n, int k, const WeightCodes& codes, TmaKernels tma);
+bool serves_quantized(int num_rows, int n, int k, const WeightCodes& codes, TmaKernels tma);
 
 // Order of x that the product's kernel reads fastest; it reorders x itself otherwise. Empty for
 // kernels that read x as it is.
@@ -68,7 +68,7 @@ CodeOrder order_of_x(const ProductStep& step, TmaKernels tma);
 // Tiles of eight pairs per item of a step: twice the average number of pairs per expert.
 int expert_tiles(int num_rows, int top_k, int num_experts);
 // The same for quantized weights, which have fewer kernels.
-int quantised_expert_tiles(int tiles);
+int quantized_expert_tiles(int tiles);
 
 // True if there are kernels for such products with the experts' matrices.
 bool serves_experts(const ProductStep& products, TmaKernels tma);

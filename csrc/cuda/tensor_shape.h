@@ -49,47 +49,47 @@ constexpr int tensor_scratch(int dim, int queries) {
   return tensor_warps(dim) * (tensor_ring_bytes(dim, queries) + queries * 2 * 4);
 }
 
-// --- paged_decode_quantised ---
+// --- paged_decode_quantized ---
 
-enum { QUANTISED_TOKENS = 32 };  // per tile: about as many bytes as a 16-bit tile
+enum { QUANTIZED_TOKENS = 32 };  // per tile: about as many bytes as a 16-bit tile
 
 // Codes and scales in a tile of keys or of values.
-constexpr int quantised_rows_bytes(int format, int dim) {
-  return QUANTISED_TOKENS * (code_bytes(format, dim) + tail_bytes(format, dim));
+constexpr int quantized_rows_bytes(int format, int dim) {
+  return QUANTIZED_TOKENS * (code_bytes(format, dim) + tail_bytes(format, dim));
 }
 
-constexpr int quantised_tile_bytes(int key_format, int value_format, int dim) {
-  return quantised_rows_bytes(key_format, dim) + quantised_rows_bytes(value_format, dim);
+constexpr int quantized_tile_bytes(int key_format, int value_format, int dim) {
+  return quantized_rows_bytes(key_format, dim) + quantized_rows_bytes(value_format, dim);
 }
 
-constexpr int quantised_warps(int dim) {
+constexpr int quantized_warps(int dim) {
   return tensor_warps(dim);
 }
 
 // Tiles per warp: one in use, one being copied.
-constexpr int quantised_stages(int) {
+constexpr int quantized_stages(int) {
   return 2;
 }
 
 // A warp's ring of tiles. Its results reuse the memory at the end.
-constexpr int quantised_ring_bytes(int key_format, int value_format, int dim, int queries) {
-  int tile = quantised_tile_bytes(key_format, value_format, dim);
-  int ring = quantised_stages(tile) * tile;
+constexpr int quantized_ring_bytes(int key_format, int value_format, int dim, int queries) {
+  int tile = quantized_tile_bytes(key_format, value_format, dim);
+  int ring = quantized_stages(tile) * tile;
   int results = queries * tensor_result_pitch(dim) * 4;
   return ring > results ? ring : results;
 }
 
-constexpr int quantised_scratch(int key_format, int value_format, int dim, int queries) {
-  int ring = quantised_ring_bytes(key_format, value_format, dim, queries);
-  return quantised_warps(dim) * (ring + queries * 2 * 4);
+constexpr int quantized_scratch(int key_format, int value_format, int dim, int queries) {
+  int ring = quantized_ring_bytes(key_format, value_format, dim, queries);
+  return quantized_warps(dim) * (ring + queries * 2 * 4);
 }
 
 // Thread blocks per multiprocessor that the registers must allow.
-constexpr int quantised_blocks(int key_format, int dim, int columns) {
+constexpr int quantized_blocks(int key_format, int dim, int columns) {
   return columns > 1 ? 2 : dim > 64 && key_format != FORMAT_INT4 ? 3 : 4;
 }
 
-// --- quantise_rows, rotate_rows ---
+// --- quantize_rows, rotate_rows ---
 
 enum {
   ROW_THREADS = 128,  // per thread block
@@ -156,18 +156,18 @@ enum {
   X(__VA_ARGS__, 256, 1)
 
 // Pairs of key and value formats with kernels: name suffix, key format, value format.
-#define PAGED_QUANTISED_FORMATS(X, ...)               \
+#define PAGED_QUANTIZED_FORMATS(X, ...)               \
   X(__VA_ARGS__, int8, FORMAT_INT8, FORMAT_INT8)      \
   X(__VA_ARGS__, int8_int4, FORMAT_INT8, FORMAT_INT4) \
   X(__VA_ARGS__, int4, FORMAT_INT4, FORMAT_INT4)      \
   X(__VA_ARGS__, fp8, FORMAT_FP8, FORMAT_FP8)
 
-// Head dim, tiles of 8 queries, and a line of PAGED_QUANTISED_FORMATS.
-#define PAGED_FOR_EACH_QUANTISED_TENSOR(X, ...)   \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 1)  \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64, 2)  \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128, 1) \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128, 2)
+// Head dim, tiles of 8 queries, and a line of PAGED_QUANTIZED_FORMATS.
+#define PAGED_FOR_EACH_QUANTIZED_TENSOR(X, ...)   \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 64, 1)  \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 64, 2)  \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 128, 1) \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 128, 2)
 
 // Head dim.
 #define PAGED_FOR_EACH_ROTATED_ROWS(X, ...) \
@@ -175,11 +175,11 @@ enum {
   X(__VA_ARGS__, 128)                       \
   X(__VA_ARGS__, 256)
 
-// Head dim and a line of PAGED_QUANTISED_FORMATS.
-#define PAGED_FOR_EACH_QUANTISED_ROWS(X, ...)  \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 64)  \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 128) \
-  PAGED_QUANTISED_FORMATS(X, __VA_ARGS__, 256)
+// Head dim and a line of PAGED_QUANTIZED_FORMATS.
+#define PAGED_FOR_EACH_QUANTIZED_ROWS(X, ...)  \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 64)  \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 128) \
+  PAGED_QUANTIZED_FORMATS(X, __VA_ARGS__, 256)
 
 // Head dim and warps.
 #define PAGED_FOR_EACH_PREFILL_TENSOR(X, ...) \

@@ -32,11 +32,11 @@ const std::set<std::pair<int, int>> kTensorKernels = {PAGED_FOR_EACH_TENSOR(ENTR
 // Name suffixes of kernels, by key and value format.
 #define ENTRY_FORMATS(unused, suffix, keys, values) {{paged::keys, paged::values}, "_" #suffix},
 const std::map<std::pair<int, int>, std::string> kFormats = {
-    PAGED_QUANTISED_FORMATS(ENTRY_FORMATS, unused)};
+    PAGED_QUANTIZED_FORMATS(ENTRY_FORMATS, unused)};
 
-#define ENTRY_QUANTISED(unused, dim, columns, ...) {dim, columns},
-const std::set<std::pair<int, int>> kQuantisedKernels = {
-    PAGED_FOR_EACH_QUANTISED_TENSOR(ENTRY_QUANTISED, unused)};
+#define ENTRY_QUANTIZED(unused, dim, columns, ...) {dim, columns},
+const std::set<std::pair<int, int>> kQuantizedKernels = {
+    PAGED_FOR_EACH_QUANTIZED_TENSOR(ENTRY_QUANTIZED, unused)};
 
 #define ENTRY_ROWS(unused, dim, ...) dim,
 const std::set<int> kRowDims = {PAGED_FOR_EACH_ROTATED_ROWS(ENTRY_ROWS, unused)};
@@ -69,7 +69,7 @@ struct Attention {
   int num_kv_heads;
 };
 
-bool is_quantised(const Arrays& in) {
+bool is_quantized(const Arrays& in) {
   return format_of(in[Inputs::kKeyPool].dtype()) != PoolFormat::plain;
 }
 
@@ -105,21 +105,21 @@ void decode_on_tensor_cores(Launch& launch, const Attention& attention) {
   launch.threadgroup_memory = paged::tensor_scratch(dim, columns * paged::TENSOR_QUERIES);
 }
 
-bool quantised_on_tensor_cores(Launch& launch, const Attention& attention) {
+bool quantized_on_tensor_cores(Launch& launch, const Attention& attention) {
   auto params = params_of<paged::AttentionParams>(launch);
   int dim = attention.dim;
   int columns = tiles_of(attention.queries, paged::TENSOR_QUERIES);
   auto formats = kFormats.find({params.key_format, params.value_format});
-  if (formats == kFormats.end() || !kQuantisedKernels.count({dim, columns})) {
+  if (formats == kFormats.end() || !kQuantizedKernels.count({dim, columns})) {
     return false;
   }
   std::ostringstream name;
   name << "paged_decode_tensor_" << name_of(attention.dtype) << "_" << dim << "_n" << columns
        << formats->second;
-  launch.kernel = {name.str(), "paged_decode_quantised", ""};
+  launch.kernel = {name.str(), "paged_decode_quantized", ""};
   launch.grid = {launch.grid[0] * uint32_t(attention.num_kv_heads), 1, 1};
-  launch.threadgroup = {32 * uint32_t(paged::quantised_warps(dim)), 1, 1};
-  launch.threadgroup_memory = paged::quantised_scratch(
+  launch.threadgroup = {32 * uint32_t(paged::quantized_warps(dim)), 1, 1};
+  launch.threadgroup_memory = paged::quantized_scratch(
       params.key_format, params.value_format, dim, columns * paged::TENSOR_QUERIES);
   return true;
 }
@@ -132,15 +132,15 @@ void by_rows(Launch& launch, int64_t num_rows, int dim) {
 }
 
 void write_by_rows(Launch& launch, const std::string& dtype) {
-  auto params = params_of<paged::QuantiseParams>(launch);
+  auto params = params_of<paged::QuantizeParams>(launch);
   auto formats = kFormats.find({params.key_format, params.value_format});
   if (params.key_dim != params.value_dim || !kRowDims.count(params.key_dim) ||
       formats == kFormats.end()) {
     return;
   }
   launch.kernel = {
-      "quantise_rows_" + dtype + "_" + std::to_string(params.key_dim) + formats->second,
-      "quantise_rows", ""};
+      "quantize_rows_" + dtype + "_" + std::to_string(params.key_dim) + formats->second,
+      "quantize_rows", ""};
   by_rows(launch, int64_t(params.num_tokens) * params.num_kv_heads, params.key_dim);
   launch.grid[1] = 2;  // keys and values
 }
@@ -149,18 +149,18 @@ void rotate_by_rows(Launch& launch, const std::string& dtype) {
   auto params = params_of<paged::RotateParams>(launch);
   if (kRowDims.count(params.dim)) {
     launch.kernel = {
-        "rotate_rows_" + dtype + "_" + std::to_string(params.dim), "quantise_rows", ""};
+        "rotate_rows_" + dtype + "_" + std::to_string(params.dim), "quantize_rows", ""};
     by_rows(launch, params.num_rows, params.dim);
   }
 }
 
-// Replaces kernels of quantised_pool.h with their variants in quantise_rows.h if there are any.
+// Replaces kernels of quantized_pool.h with their variants in quantize_rows.h if there are any.
 void by_rows(Launch& launch) {
   std::string name = launch.kernel.host_name;
   size_t end = name.rfind('_');  // before the head dims
   size_t begin = name.rfind('_', end - 1) + 1;
   std::string dtype = name.substr(begin, end - begin);
-  if (name.starts_with("quantise_kv_")) {
+  if (name.starts_with("quantize_kv_")) {
     write_by_rows(launch, dtype);
   } else if (name.starts_with("rotate_queries_")) {
     rotate_by_rows(launch, dtype);
@@ -248,7 +248,7 @@ void with_largest_tiles(Launch& launch, const Arrays& in, const std::string& fil
 // item are.
 bool is_decode_on_tensor_cores(const Launch& launch) {
   return launch.kernel.file == "paged_decode_tensor" ||
-         launch.kernel.file == "paged_decode_quantised";
+         launch.kernel.file == "paged_decode_quantized";
 }
 
 // Serves the items of two launches by the one with more queries, as items with one row are beside
@@ -301,7 +301,7 @@ int max_shared_rows(const AttentionLayer& layer, int block_size) {
       (layer.features & paged::FEATURE_ALIBI) || (!is_plain && !kFormats.count(formats))) {
     return 1;
   }
-  const auto& kernels = is_plain ? kTensorKernels : kQuantisedKernels;
+  const auto& kernels = is_plain ? kTensorKernels : kQuantizedKernels;
   int columns = 0;
   while (kernels.count({layer.key_dim, columns + 1})) {
     columns++;
@@ -316,7 +316,7 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
       merge_by_warps(launch, in);
       continue;
     }
-    if (file == "quantised_pool.h") {
+    if (file == "quantized_pool.h") {
       by_rows(launch);
       continue;
     }
@@ -330,10 +330,10 @@ LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma) {
       continue;
     }
     auto attention = on_tensor_cores(launch, in);
-    if (is_quantised(in)) {
-      bool served = attention && decode && quantised_on_tensor_cores(launch, *attention);
+    if (is_quantized(in)) {
+      bool served = attention && decode && quantized_on_tensor_cores(launch, *attention);
       if (!served) {  // those test for bounds at run time
-        launch.kernel.host_name += "_quantised";
+        launch.kernel.host_name += "_quantized";
       }
       continue;
     }
@@ -375,7 +375,7 @@ Extent kernel_grid(const Launch& launch) {
   constexpr uint32_t kMaxGroups = 65535;  // along y and z
   Extent grid = launch.grid;
   const auto& name = launch.kernel.host_name;
-  if (name == "write_kv" || name.starts_with("quantise_kv") || name == "copy_blocks" ||
+  if (name == "write_kv" || name.starts_with("quantize_kv") || name == "copy_blocks" ||
       name.starts_with("apply_token_bitmask")) {
     std::swap(grid[0], grid[1]);
   } else if (name.starts_with("copy_strided")) {

@@ -17,15 +17,15 @@ namespace mlx_paged::cuda {
 //   - paged_prefill_tensor: prefill chunks in 16 bits. With more than 16 queries and sm_90a
 //     kernels, paged_prefill_wgmma instead, with the same bits. Both need equal head dims of 64 or
 //     128 and blocks of at least 16 tokens;
-//   - paged_decode_quantised: decodes and drafts of quantized pools in 16 bits with up to 16
+//   - paged_decode_quantized: decodes and drafts of quantized pools in 16 bits with up to 16
 //     queries; needs equal head dims of 64 or 128 and such blocks;
-//   - quantise_rows and rotate_rows: writes of quantized pools and rotations, with the same bits,
+//   - quantize_rows and rotate_rows: writes of quantized pools and rotations, with the same bits,
 //     for (equal) head dims of 64, 128 or 256;
 //   - merge_splits: merges;
 //   - portable kernels for bounds: the rest, if the step has bounds;
 //   - general kernels: all attention of a layer with an option that no other kernel serves.
 // Without bounds, the kernel of a row depends on that row alone, and so do its bits. Kernels of
-// paged_decode_tensor and paged_decode_quantised differ only in how many queries they hold: a row
+// paged_decode_tensor and paged_decode_quantized differ only in how many queries they hold: a row
 // has the same bits in each, so one launch serves decodes and drafts.
 LaunchList with_variants(LaunchList list, const Arrays& in, TmaKernels tma);
 
@@ -40,7 +40,7 @@ bool has_wgmma_prefill(int key_dim, int value_dim, int block_size);
 void rows_in_order(Launch& launch, CodeOrder order);
 
 // Returns the launch's grid in CUDA's order, which is large along x only: kernels whose tokens,
-// pairs or blocks lie along another dim (kernels/data.cu, quantised_data.cu) have it swapped.
+// pairs or blocks lie along another dim (kernels/data.cu, quantized_data.cu) have it swapped.
 // Throws std::invalid_argument if the grid is too large.
 Extent kernel_grid(const Launch& launch);
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../../metal/kernel_table.h"
-#include "../cuda/quantised_shape.h"
+#include "../cuda/quantized_shape.h"
 #include "../graph/memory_plan.h"
 #include "../peer_sum.h"
 #include "mlx/fast_primitives.h"
@@ -256,10 +256,10 @@ void GpuLowering::lower_dequantize(const GraphNode& node) {
           (out.dtype() == mx::float16 || out.dtype() == mx::bfloat16) &&
           node.inputs[1].dtype() == out.dtype() && out.shape(-1) % 8 == 0,
       "a quantized embedding in this format");
-  cuda::DequantiseParams params{
+  cuda::DequantizeParams params{
       int(out.size() / 8), int(out.shape(-1)), int(node.inputs[0].shape(-1)), group_size, bits};
   Launch launch;
-  launch.kernel.host_name = std::string("dequantise_rows_") + name_of(dtype_of(out.dtype()));
+  launch.kernel.host_name = std::string("dequantize_rows_") + name_of(dtype_of(out.dtype()));
   for (const auto& in : node.inputs) {
     read(launch, dense_view(in, "codes that are not dense"));
   }

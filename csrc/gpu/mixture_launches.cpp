@@ -37,7 +37,7 @@ class Launches {
     if (by_stream) {
       tiles_ = cuda::expert_tiles(route_.num_rows, route_.top_k, route_.num_experts);
       if (step.down.codes) {
-        tiles_ = cuda::quantised_expert_tiles(*tiles_);
+        tiles_ = cuda::quantized_expert_tiles(*tiles_);
       }
     }
     route_.item_rows = tiles_ ? 8 * *tiles_ : product_rows_of(route_.num_rows);

@@ -256,9 +256,9 @@ def _pool_kernels(layer: AttentionLayer) -> list[str]:
         return ["write_kv", "gather_kv"]
     files, names = kernels.kernel_files(), []
     for function, dim in (
-        ("quantise_kv", max(layer.key_dim, layer.value_dim)),
-        ("gather_quantised", layer.key_dim),
-        ("gather_quantised", layer.value_dim),
+        ("quantize_kv", max(layer.key_dim, layer.value_dim)),
+        ("gather_quantized", layer.key_dim),
+        ("gather_quantized", layer.value_dim),
         ("rotate_queries", layer.key_dim),
     ):
         size = next(n for n in (64, 128, 256, 576) if dim <= n)

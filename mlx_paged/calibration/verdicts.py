@@ -26,11 +26,11 @@ _MARGIN = 1.1
 # Kernels that run without calibration, because nothing else could do their work as fast. All others
 # are parts of whole steps, and run only when they have been proven.
 _ALWAYS = (
-    *("data.h", "greedy.h", "draw.h", "lora.h", "quantised_pool.h", "thresholds.h"),
+    *("data.h", "greedy.h", "draw.h", "lora.h", "quantized_pool.h", "thresholds.h"),
     "paged_",
 )
 # Kernels without a substitute.
-_INDISPENSABLE = ("copy_strided", "fill_zero", "quantise_kv", "gather_quantised", "rotate_queries")
+_INDISPENSABLE = ("copy_strided", "fill_zero", "quantize_kv", "gather_quantized", "rotate_queries")
 
 
 class RejectedKernelError(MlxPagedError, RuntimeError):

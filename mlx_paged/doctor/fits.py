@@ -99,7 +99,7 @@ class Fit:
     Attributes:
         num_blocks: Blocks of the engine's pool; 0 if the model does not fit.
         num_tokens: Tokens of keys and values that they hold.
-        quantised_tokens: The same with the formats of `--kv-cache-dtype`, by name.
+        quantized_tokens: The same with the formats of `--kv-cache-dtype`, by name.
         reason: Why the model does not fit; empty if it does.
     """
 
@@ -110,7 +110,7 @@ class Fit:
     activation_bytes: int
     num_blocks: int
     num_tokens: int
-    quantised_tokens: dict[str, int]
+    quantized_tokens: dict[str, int]
     reason: str = ""
 
 
@@ -129,7 +129,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
     on_gpu = memory["on_gpu"]
     values = precision if on_gpu else "float32"
     weights, per_token = shape.weight_bytes(precision), shape.kv_bytes_per_token(values)
-    quantised = dict.fromkeys(FORMATS, 0)
+    quantized = dict.fromkeys(FORMATS, 0)
     activations = shape.activation_bytes(config.step_tokens, config.max_num_seqs, values)
     usable = int(memory["device_bytes"] * (memory["utilization"] if on_gpu else 1.0))
     left = usable - weights - activations
@@ -152,7 +152,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         num_blocks = blocks_of(per_token)
         for name, kv_format in FORMATS.items():
             blocks = blocks_of(shape.kv_bytes_per_token(precision, kv_format))
-            quantised[name] = _tokens(blocks, config)
+            quantized[name] = _tokens(blocks, config)
         if num_blocks < 2:
             num_blocks, reason = 0, f"{_gib(left)} are left for keys and values: no two blocks"
     return Fit(
@@ -163,7 +163,7 @@ def fit(shape: Shape, precision: str, memory: Memory, config: EngineConfig) -> F
         activation_bytes=activations,
         num_blocks=num_blocks,
         num_tokens=_tokens(num_blocks, config),
-        quantised_tokens=quantised,
+        quantized_tokens=quantized,
         reason=reason,
     )
 

@@ -136,7 +136,7 @@ def _fits(console: Console, report: Report) -> None:
         table.add_row(f"  {model}", f"{fits[0].kv_bytes_per_token / 1024:.0f} KiB", *cells)
     console.print(table)
     for name in ("int8", "int8_k_int4_v"):
-        more = [f.quantised_tokens[name] / f.num_tokens for f in report.fits if f.num_tokens]
+        more = [f.quantized_tokens[name] / f.num_tokens for f in report.fits if f.num_tokens]
         if more:
             words = f"--kv-cache-dtype {name}: {min(more):.2f} to {max(more):.2f} times the tokens."
             console.print(f"  [dim]{words}[/dim]")

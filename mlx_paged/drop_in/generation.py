@@ -151,7 +151,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
     if arguments["kv_bits"] is not None:
         if caches is not None or arguments["kv_bits"] != 8 or arguments.get("max_kv_size"):
             return None  # mlx-lm replaces the caches with quantized ones on the way
-        sequences = _quantised_sequences(arguments, models)
+        sequences = _quantized_sequences(arguments, models)
         if sequences is not None:
             arguments["kv_bits"] = None
         return sequences
@@ -174,7 +174,7 @@ def _sequences_of(arguments: dict[str, Any], *models: Any) -> list[PagedSequence
     return found
 
 
-def _quantised_sequences(
+def _quantized_sequences(
     arguments: dict[str, Any], models: Sequence[Any]
 ) -> list[PagedSequence] | None:
     """Returns new int8 sequences for `kv_bits=8`, or None if a model has no store.

@@ -186,7 +186,7 @@ class CacheLayout:
         return bool(self.states)
 
     @cached_property
-    def has_quantised_pools(self) -> bool:
+    def has_quantized_pools(self) -> bool:
         """True if any attention layer keeps rounded keys and values."""
         return any(spec.kv_format is not None for spec in self.attention)
 

@@ -531,7 +531,7 @@ class PagedModel:
         try:
             # Rounding can turn a difference in the last bits of a sum into a visible one.
             by_rows: bool | int = step.num_ordered_rows
-            if self.layout.has_quantised_pools or self._activations == "int8":
+            if self.layout.has_quantized_pools or self._activations == "int8":
                 by_rows = True
             with patches.native_ops(
                 step.plan.positions, self._activations, by_rows=by_rows, platform=self.platform

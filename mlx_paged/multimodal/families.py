@@ -168,7 +168,7 @@ def _adapters_of_each_kind(vlm: Any) -> str | None:
         return None
     return (
         "this checkpoint has other weights (LoRA) of its language model for pictures and for "
-        "sounds, so that requests cannot share a step; mlx-vlm merges them where it quantises "
+        "sounds, so that requests cannot share a step; mlx-vlm merges them where it quantizes "
         "(mlx_vlm.convert -q)"
     )
 

@@ -22,10 +22,10 @@ def convert(trained: Path, out: Path) -> int:
     loaded: Any = mx.load(str(trained / "model.safetensors"))
     tensors: dict[str, mx.array] = {}
     for name, value in loaded.items():
-        quantised = value.ndim == 2 and value.shape[-1] % GROUP_SIZE == 0 and "position" not in name
+        quantized = value.ndim == 2 and value.shape[-1] % GROUP_SIZE == 0 and "position" not in name
         if "patch_embedding.weight" in name:
             value = value.transpose(0, 2, 3, 1)
-        if not quantised:
+        if not quantized:
             tensors[name] = value.astype(mx.float16)
             continue
         stem = name.removesuffix(".weight")
@@ -34,8 +34,8 @@ def convert(trained: Path, out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(out / "model.safetensors"), tensors, metadata={"format": "mlx"})
     config = json.loads((trained / "config.json").read_text())
-    quantisation = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
-    config |= {"quantization": quantisation, "quantization_config": quantisation}
+    quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
+    config |= {"quantization": quantization, "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
     for path in trained.glob("*.json"):
         if path.name != "config.json":

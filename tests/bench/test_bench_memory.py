@@ -57,8 +57,8 @@ def test_what_is_held_is_what_can_be_counted(model) -> None:
         assert held[name].live_bytes == held[name].blocks * BLOCK * per_token
         assert held[name].allocated_bytes is not None
         assert held[name].allocated_bytes >= held[name].live_bytes
-    quantised = held["paged_int8"]
-    assert (quantised.blocks, quantised.live_bytes * 4 * 64) == (
+    quantized = held["paged_int8"]
+    assert (quantized.blocks, quantized.live_bytes * 4 * 64) == (
         held[PAGED].blocks,
         held[PAGED].live_bytes * (64 + 2),
     )
@@ -150,8 +150,8 @@ def test_the_command_measures_the_grid_and_writes_it(tmp_path) -> None:
     assert found["environment"]["machine"]["cores"]
     assert [row["users"] for row in found["results"]] == [1, 2]
     for row in found["results"]:
-        quantised = ["paged_int8", "paged_int8_k_int4_v"]
-        assert list(row["held"]) == [DENSE, BATCH, PAGED, SHARED, *quantised]
+        quantized = ["paged_int8", "paged_int8_k_int4_v"]
+        assert list(row["held"]) == [DENSE, BATCH, PAGED, SHARED, *quantized]
         assert 3.8 < row["tokens_in_the_same_memory"]["int8"] < 4
     alone, two = found["results"]
     assert alone["held"][PAGED]["live_bytes"] == alone["held"][SHARED]["live_bytes"]

@@ -239,10 +239,10 @@ def test_a_kernel_without_a_substitute_is_an_error() -> None:
     with pytest.raises(RejectedKernelError, match=r"copy_strided_16 \(wrong\)"):
         verdicts.require([LAYER])
     verdicts.require([AttentionLayer("float32", 1, 64, 64, 0, 0, 0)])
-    quantised = Result(("quantise_kv_float16_64",), "wrong")
-    with pytest.raises(RejectedKernelError, match="quantise_kv_float16_64"):
-        verdicts_of({}, job=quantised).require([AttentionLayer("float16", 1, 64, 64, 0, 1, 1)])
-    verdicts_of({}, job=quantised).require([LAYER])
+    quantized = Result(("quantize_kv_float16_64",), "wrong")
+    with pytest.raises(RejectedKernelError, match="quantize_kv_float16_64"):
+        verdicts_of({}, job=quantized).require([AttentionLayer("float16", 1, 64, 64, 0, 1, 1)])
+    verdicts_of({}, job=quantized).require([LAYER])
 
 
 def test_known_verdicts_are_taken_without_a_child(tmp_path) -> None:

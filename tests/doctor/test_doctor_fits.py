@@ -70,10 +70,10 @@ def test_bytes() -> None:
 
 def test_tokens_in_the_formats_of_the_engine() -> None:
     found = fit(BY_NAME["Llama-3.1-8B"], "16-bit", on(24 * GIB), EngineConfig())
-    tokens = {name: n / found.num_tokens for name, n in found.quantised_tokens.items()}
+    tokens = {name: n / found.num_tokens for name, n in found.quantized_tokens.items()}
     assert tokens["int8"] == pytest.approx(1.97, abs=0.01)
     assert tokens["int8_k_int4_v"] == pytest.approx(2.44, abs=0.01)
-    assert set(fit(EMBEDDED, "16-bit", on(1 << 20), EngineConfig()).quantised_tokens.values()) == {
+    assert set(fit(EMBEDDED, "16-bit", on(1 << 20), EngineConfig()).quantized_tokens.values()) == {
         0
     }
 

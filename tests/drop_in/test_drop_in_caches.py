@@ -260,7 +260,7 @@ def test_state_can_be_set_and_pickled(model) -> None:
     integrity(model)
 
 
-def test_quantised_and_merged(model) -> None:
+def test_quantized_and_merged(model) -> None:
     text = chat(CHATS[0], SYSTEM_PROMPT)[:90]
     caches = new_cache(model)
     last_logits(model, text, caches)

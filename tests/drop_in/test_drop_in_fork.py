@@ -111,7 +111,7 @@ for each in left_open:
 
 
 def test_a_forked_child_is_told_instead_of_hanging(tmp_path) -> None:
-    # (The embedded model is quantised, and a CPU takes seconds for a prompt.)
+    # (The embedded model is quantized, and a CPU takes seconds for a prompt.)
     save_tiny(tmp_path / "model", tiny_config("llama", vocab_size=embedded().vocab_size))
     done = subprocess.run(
         [sys.executable, "-c", KEEPS_MODULES + SCRIPT, str(tmp_path / "model")],

@@ -224,15 +224,15 @@ def test_a_step_of_embeddings_never_repeats_one_of_tokens(model, monkeypatch) ->
 
 
 @pytest.mark.usefixtures("paged")
-def test_quantised_caches_of_eight_bits_are_paged(model) -> None:
+def test_quantized_caches_of_eight_bits_are_paged(model) -> None:
     prompt = chat(CHATS[0], SYSTEM)[:100]
     options = {"kv_bits": 8, "quantized_kv_start": 50}
     expected = dense(tokens_of, model, prompt)
-    assert tokens_of(model, prompt, kv_bits=8, max_tokens=0) == []  # (it is never quantised)
+    assert tokens_of(model, prompt, kv_bits=8, max_tokens=0) == []  # (it is never quantized)
     [plain] = stores_of(model)
     assert tokens_of(model, prompt, **options) == expected
-    [_, quantised] = stores_of(model)
-    assert 3.8 < plain.flat.bytes_per_token / quantised.flat.bytes_per_token < 4
+    [_, quantized] = stores_of(model)
+    assert 3.8 < plain.flat.bytes_per_token / quantized.flat.bytes_per_token < 4
     # Prefixes are shared with texts of the same format alone.
     assert drop_in.stats(model).num_cached_tokens == 0
     assert tokens_of(model, prompt, **options) == expected
@@ -241,12 +241,12 @@ def test_quantised_caches_of_eight_bits_are_paged(model) -> None:
     assert len(tokens_of(model, long * 8, max_tokens=2, **options)) == 2  # (the pools grow)
     assert tokens_of(model, prompt, **options) == expected
     integrity(model)
-    keys, values = quantised.read(0, [PagedSequence(quantised).handles[0]], 0, 0)
+    keys, values = quantized.read(0, [PagedSequence(quantized).handles[0]], 0, 0)
     assert keys.dtype == values.dtype == mx.float32
 
 
 @pytest.mark.usefixtures("paged")
-def test_drafts_on_quantised_caches(model) -> None:
+def test_drafts_on_quantized_caches(model) -> None:
     prompt = chat(CHATS[0], SYSTEM)[:100]
     options = {"kv_bits": 8, "quantized_kv_start": 0}
     steps = mlx_lm_generate.speculative_generate_step(
@@ -257,7 +257,7 @@ def test_drafts_on_quantised_caches(model) -> None:
 
 
 @pytest.mark.usefixtures("paged")
-def test_other_quantised_caches_are_mlx_lms_own(model) -> None:
+def test_other_quantized_caches_are_mlx_lms_own(model) -> None:
     prompt = chat(CHATS[0], SYSTEM)[:100]
     for options in (
         {"kv_bits": 4, "quantized_kv_start": 0},

@@ -381,13 +381,13 @@ def test_drafts_are_refused_as_by_mlx_lm(module, model) -> None:
 
 
 @pytest.fixture(scope="module")
-def quantisable() -> nn.Module:
-    """Jamba with heads that MLX can quantise."""
+def quantizable() -> nn.Module:
+    """Jamba with heads that MLX can quantize."""
     return family_model({**config_of("jamba"), "num_attention_heads": 2, "num_key_value_heads": 1})
 
 
-def test_quantised_keys_lie_beside_states(quantisable) -> None:
-    model = quantisable
+def test_quantized_keys_lie_beside_states(quantizable) -> None:
+    model = quantizable
     options = {"kv_group_size": 32, "quantized_kv_start": 30}
     expected = plain_tokens(model, TEXT[:50], kv_bits=4, **options)
     assert tokens_of(model, TEXT[:50], kv_bits=4, **options) == expected
@@ -429,8 +429,8 @@ def test_sequences_come_and_go_and_their_caches_too(module, model) -> None:
     integrity(model)
 
 
-def test_caches_of_both_kinds_run_in_one_generator(quantisable) -> None:
-    model = quantisable
+def test_caches_of_both_kinds_run_in_one_generator(quantizable) -> None:
+    model = quantizable
     head, tail = TEXT[:50], TEXT[60:70]
     expected = plain_tokens(model, head + tail)
     paged, dense = mlx_lm_cache.make_prompt_cache(model), plain_caches(model)
@@ -440,7 +440,7 @@ def test_caches_of_both_kinds_run_in_one_generator(quantisable) -> None:
     batch = mlx_lm_generate.BatchGenerator(model, max_tokens=NUM_TOKENS)
     uids = batch.insert([tail, head + tail], caches=[paged, None])
     assert run(batch, uids) == [expected] * 2
-    # Quantised keys are not the store's: that is mlx-lm's to batch, or to refuse.
+    # Quantized keys are not the store's: that is mlx-lm's to batch, or to refuse.
     uids = batch.insert([tail], caches=[dense])
     assert not batch._paged.sequences(uids)
 

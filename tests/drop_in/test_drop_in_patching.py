@@ -129,7 +129,7 @@ def test_names_that_mlx_lm_imported_before_are_replaced_too() -> None:
 def test_functions_imported_before_are_paged_all_the_same(tmp_path) -> None:
     from support.models import embedded, save_tiny, tiny_config
 
-    # (The embedded model is quantised, and a CPU takes 15 s for such a prompt.)
+    # (The embedded model is quantized, and a CPU takes 15 s for such a prompt.)
     save_tiny(tmp_path / "model", tiny_config("llama", vocab_size=embedded().vocab_size))
     out = printed(f"""
         from mlx_lm import generate, load

@@ -173,7 +173,7 @@ def test_threads_that_meet_a_model_for_the_first_time_make_one_store(model, monk
 
 
 def test_dense_calls_of_another_thread_are_dense_while_a_step_is_built(model, monkeypatch) -> None:
-    """Also those of training, of quantised caches, and of a store's own model."""
+    """Also those of training, of quantized caches, and of a store's own model."""
     text = PROMPTS[0]
     expected = np.array(model(mx.array([text]), cache=plain_caches(model)))
     expected_tokens = plain_answers()[streamed, 1]

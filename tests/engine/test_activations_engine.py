@@ -26,7 +26,7 @@ ON_CPU = mx.default_device() == mx.cpu
 on_cpu = pytest.mark.skipif(not ON_CPU, reason="only the CPU rounds activations")
 
 
-def quantised(bits: int) -> LoadedModel:
+def quantized(bits: int) -> LoadedModel:
     loaded = embedded_twin()
     nn.quantize(loaded.model, group_size=64, bits=bits)
     mx.eval(loaded.model.parameters())
@@ -56,8 +56,8 @@ def answers(model: LoadedModel, at_once: int = 6, **options: Any) -> list[list[i
 @on_cpu
 @pytest.mark.parametrize("bits", [4, 8])
 def test_greedy_answers_are_near_those_of_float_activations(bits: int) -> None:
-    expected = answers(quantised(bits))
-    found = answers(quantised(bits), cpu_activations="int8")
+    expected = answers(quantized(bits))
+    found = answers(quantized(bits), cpu_activations="int8")
     same = [
         np.cumprod(np.array(a[: len(b)]) == np.array(b[: len(a)])).mean()
         for a, b in zip(found, expected)
@@ -67,14 +67,14 @@ def test_greedy_answers_are_near_those_of_float_activations(bits: int) -> None:
 
 @on_cpu
 def test_answers_do_not_depend_on_the_steps() -> None:
-    wanted = answers(quantised(4), cpu_activations="int8")
+    wanted = answers(quantized(4), cpu_activations="int8")
     for options in ({"at_once": 1}, {"max_num_batched_tokens": 16}, {"async_scheduling": False}):
-        assert answers(quantised(4), cpu_activations="int8", **options) == wanted, options
+        assert answers(quantized(4), cpu_activations="int8", **options) == wanted, options
 
 
 def logprobs(chunk: int, kv_cache_dtype: str) -> list[list[dict[int, float]]]:
     llm = make(
-        quantised(8), cpu_activations="int8", max_num_batched_tokens=chunk,
+        quantized(8), cpu_activations="int8", max_num_batched_tokens=chunk,
         kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     return [
@@ -102,7 +102,7 @@ def first_logprobs(model: LoadedModel, **options: Any) -> dict[int, float]:
 @on_cpu
 def test_the_option_reaches_the_products() -> None:
     """Their results differ, by as little as rounding explains."""
-    for make_model, name in ((lambda: quantised(4), "int8"), (in_bfloat16, "bfloat16")):
+    for make_model, name in ((lambda: quantized(4), "int8"), (in_bfloat16, "bfloat16")):
         if name not in ops.activations():
             continue
         found, expected = (

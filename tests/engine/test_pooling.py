@@ -266,7 +266,7 @@ def test_rows_of_last_tokens_only_are_gathered(monkeypatch) -> None:
 
 @pytest.mark.parametrize("method", ["tied", "untied"])
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_the_width_of_quantised_models_is_known(method: str, bits: int) -> None:
+def test_the_width_of_quantized_models_is_known(method: str, bits: int) -> None:
     config = {**config_of("qwen3"), "tie_word_embeddings": method == "tied", "hidden_size": 64}
     model = family_model(config)
     nn.quantize(model, 32, bits)

@@ -169,7 +169,7 @@ def test_they_round_activations(bits: int, mixed: bool) -> None:
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
-def test_they_take_quantised_pools(name: str) -> None:
+def test_they_take_quantized_pools(name: str) -> None:
     programs, graphs = (driver_of("windows", name) for _ in range(2))
     graphs.runner.model._compiled.refusals.steps = "a test"
     for work in steps():
@@ -417,17 +417,17 @@ def test_lookups_in_every_format(form: str) -> None:
 
 def test_lookups_refuse_what_is_no_embedding() -> None:
     table, ids = mx.zeros((4, 64)), mx.array([0], dtype=mx.int32)
-    quantised = mx.quantize(table, group_size=32, bits=4)
+    quantized = mx.quantize(table, group_size=32, bits=4)
     with pytest.raises(ValueError, match="ids must be int32 or uint32 but got float32"):
         ops.lookup(table, table)
     with pytest.raises(ValueError, match="weight"):
         ops.lookup(ids, table.astype(mx.int32))
     with pytest.raises(ValueError, match="7 bits in groups of 32"):
-        ops.lookup(ids, *quantised, group_size=32, bits=7)
+        ops.lookup(ids, *quantized, group_size=32, bits=7)
     with pytest.raises(ValueError, match="scales"):
-        ops.lookup(ids, *quantised, group_size=64, bits=4)
+        ops.lookup(ids, *quantized, group_size=64, bits=4)
     with pytest.raises(ValueError, match="biases must be an array but got None"):
-        ops.lookup(ids, *quantised[:2], group_size=32, bits=4)
+        ops.lookup(ids, *quantized[:2], group_size=32, bits=4)
 
 
 @pytest.mark.parametrize("returns_pools", [True, False])

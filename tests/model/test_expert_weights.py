@@ -195,7 +195,7 @@ def test_outside_of_steps_they_are_mlxs(family: str, monkeypatch: pytest.MonkeyP
 def test_more_matrices_than_a_cuda_grid_has_room_for(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts, with the same results. (tests/native/test_cuda_quantised.py has so many.)"""
+    """In parts, with the same results. (tests/native/test_cuda_quantized.py has so many.)"""
     patches.install()
     layer = QuantizedSwitchLinear(64, 32, 4, bias=True)
     layer.bias = mx.array(rng.standard_normal((4, 32)).astype(np.float32))

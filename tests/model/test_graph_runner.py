@@ -264,7 +264,7 @@ def test_a_refusal_of_many_rows_leaves_executables_of_few(steps, monkeypatch) ->
     def gpu_executable(self: GraphRunner, forward: Any, tokens: mx.array, *_: Any) -> Any:
         tried.append(tokens.shape[0])
         if tokens.shape[0] > refused_from:
-            raise ValueError("a product with quantised weights")
+            raise ValueError("a product with quantized weights")
         return lambda *args: graph_runner.StepOutput(*forward(*args))
 
     steps.platform = platform_with(**{**CUDA, "max_gpu_step_rows": 512})

@@ -333,7 +333,7 @@ def test_an_unreachable_hub_is_said_at_once(tmp_path: Path, offline: str) -> Non
 
 
 def save_quantized(path: Path, bits: int) -> None:
-    """A float16 model quantised and saved by mlx-lm's own utilities."""
+    """A float16 model quantized and saved by mlx-lm's own utilities."""
     model = tiny_model(CONFIG)
     model.set_dtype(mx.float16)
     model, config = quantize_model(model, dict(CONFIG), group_size=32, bits=bits)
@@ -348,7 +348,7 @@ def dtypes(model: Any) -> set[mx.Dtype]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_stay_on_the_cpu(tmp_path: Path, bits: int) -> None:
+def test_quantized_weights_stay_on_the_cpu(tmp_path: Path, bits: int) -> None:
     save_quantized(tmp_path, bits)
     file = mx.load(str(tmp_path / "model.safetensors"))
     quantized = mlx_lm.load(str(tmp_path))[0]
@@ -366,7 +366,7 @@ def test_quantised_weights_stay_on_the_cpu(tmp_path: Path, bits: int) -> None:
     assert rms(driver.step({"a": TOKENS})["a"] - expected) < 1e-5 * rms(expected)
 
 
-def test_float32_dequantises_to_exactly_what_the_file_stands_for(tmp_path: Path) -> None:
+def test_float32_dequantizes_to_exactly_what_the_file_stands_for(tmp_path: Path) -> None:
     save_quantized(tmp_path, 4)
     file = mx.load(str(tmp_path / "model.safetensors"))
     weights = dict(tree_flatten(load(tmp_path, dtype="float32").model.parameters()))
@@ -409,7 +409,7 @@ def test_the_dtype_asked_for_is_honoured(tmp_path: Path, saved: mx.Dtype, asked:
     assert dtypes(load(tmp_path, dtype=asked).model) == {expected} | others
 
 
-def test_quantised_models_may_stay_quantised(tmp_path: Path) -> None:
+def test_quantized_models_may_stay_quantized(tmp_path: Path) -> None:
     save_quantized(tmp_path, 8)
     loaded = load(tmp_path, dtype="float16")
     assert dtypes(loaded.model) == {mx.uint32, mx.float16}

@@ -204,7 +204,7 @@ def test_ropes_of_one_step_do_not_share_what_differs(calls) -> None:
         assert_close(have, np.array(want).astype(np.float64), TOLERANCE[mx.float32])
 
 
-def test_with_cuda_a_quantised_layer_sees_one_matrix_within_a_step_only(monkeypatch) -> None:
+def test_with_cuda_a_quantized_layer_sees_one_matrix_within_a_step_only(monkeypatch) -> None:
     layer = nn.QuantizedLinear(64, 8, group_size=32)
     shapes: list[tuple[int, ...]] = []
     multiply = patches._mlx_quantized_linear

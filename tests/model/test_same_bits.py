@@ -20,7 +20,7 @@ from support.family_configs import VOCAB_SIZE as OTHER_VOCAB_SIZE
 from support.family_configs import config_of
 from support.models import StepDriver, random_tokens, tiny_config, tiny_model
 from support.parity import family_model
-from support.quantised import FORMATS, make_quantised
+from support.quantized import FORMATS, make_quantized
 from support.reference import ON_GPU, bits, make_batch
 
 from mlx_paged import ops
@@ -44,7 +44,7 @@ def test_attention_of_a_row(rng, name, dims, options) -> None:
     window = options.get("window")
     given = {"key_dim": dims[0], "value_dim": dims[1], "window": window}
     if name in FORMATS:
-        batch = make_quantised(rng, [200], [70], name=name, **given)
+        batch = make_quantized(rng, [200], [70], name=name, **given)
         plain, pools = batch.plain, (batch.key_pool, batch.value_pool)
     else:
         plain = make_batch(rng, [200], [70], dtype=getattr(mx, name), **given)
@@ -62,7 +62,7 @@ def test_attention_of_a_row(rng, name, dims, options) -> None:
 def test_attention_of_a_row_with_a_context_of_several_pieces(rng, window) -> None:
     length = 8192 + 9
     shape = {"num_q_heads": 1, "num_kv_heads": 1, "key_dim": 16, "block_size": 64}
-    batch = make_quantised(rng, [length], [20], name="int8", window=window, **shape)
+    batch = make_quantized(rng, [length], [20], name="int8", window=window, **shape)
     pools = batch.key_pool, batch.value_pool
     plan = build_plan(batch.plain.tables, [length], [20], block_size=64, window=window)
     assert len(plan.merge_items) == 1, "the context is cut"

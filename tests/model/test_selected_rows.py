@@ -31,7 +31,7 @@ def wanted() -> mx.array:
 
 
 WEIGHT = normal(SIZE, SIZE, seed=1)
-QUANTISED = mx.quantize(normal(SIZE, 64, seed=2), group_size=32, bits=4)
+QUANTIZED = mx.quantize(normal(SIZE, 64, seed=2), group_size=32, bits=4)
 ROTATIONS = normal(ROWS, 2, DIM // 2, seed=3)
 swiglu = mx.compile(lambda gate, x: nn.silu(gate) * x, shapeless=True)
 
@@ -48,10 +48,10 @@ BY_ROWS: dict[str, Callable[[mx.array], mx.array]] = {
     "product": lambda x: (x + 1) @ WEIGHT.T,
     "product with a bias": lambda x: mx.addmm(WEIGHT[0], x.reshape(ROWS, SIZE), WEIGHT),
     "our product": lambda x: ops.linear(ops.silu_mul(x, x + 1), WEIGHT),
-    "quantised products": lambda x: ops.quantized_linear(
-        mx.quantized_matmul(mx.concatenate([x] * 4, -1), *QUANTISED, group_size=32, bits=4)
+    "quantized products": lambda x: ops.quantized_linear(
+        mx.quantized_matmul(mx.concatenate([x] * 4, -1), *QUANTIZED, group_size=32, bits=4)
         @ mx.concatenate([WEIGHT] * 4, -1),
-        *QUANTISED,
+        *QUANTIZED,
         group_size=32,
         bits=4,
     ),

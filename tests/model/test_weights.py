@@ -1,4 +1,4 @@
-"""Weights in the forms that people have them in: quantised, with adapters fused, tied or not."""
+"""Weights in the forms that people have them in: quantized, with adapters fused, tied or not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_paged.model.wrap import convert_to_paged
 
 # Relative error of the logits, with the same weights.
 TOLERANCE = 1e-5
-# Families of each kind of attention, with weights that quantise: groups of 32.
+# Families of each kind of attention, with weights that quantize: groups of 32.
 FAMILIES = ["llama", "deepseek_v3", "gpt_oss", "gemma3_text", "qwen3_next", "lfm2", "mixtral"]
 WIDE = {
     "hidden_size": 64,
@@ -38,7 +38,7 @@ WIDE = {
     "shared_expert_intermediate_size": 64,
     "block_ff_dim": 128,
 }
-QUANTISED: dict[str, dict[str, Any]] = {
+QUANTIZED: dict[str, dict[str, Any]] = {
     "4 bit": {"bits": 4, "group_size": 32},
     "8 bit": {"bits": 8, "group_size": 32},
     "mxfp4": {"bits": 4, "group_size": 32, "mode": "mxfp4"},
@@ -56,13 +56,13 @@ def differences(model: nn.Module, family: str) -> float:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantised_weights_match(family: str, name: str) -> None:
+def test_quantized_weights_match(family: str, name: str) -> None:
     config = wide(family)
-    model, _ = quantize_model(family_model(config), config, **{"mode": "affine", **QUANTISED[name]})
-    quantised = [m for m in model.modules() if hasattr(m, "bits")]
-    assert len(quantised) > 8
+    model, _ = quantize_model(family_model(config), config, **{"mode": "affine", **QUANTIZED[name]})
+    quantized = [m for m in model.modules() if hasattr(m, "bits")]
+    assert len(quantized) > 8
     # (Activations of 22 bits, also with AVX2: 1.13e-5 with gemma3_text.)
     assert differences(model, family) < 2 * TOLERANCE
 
@@ -76,7 +76,7 @@ def test_tied_and_untied_heads_match(family: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_quantised_heads_match(tied: bool) -> None:
+def test_quantized_heads_match(tied: bool) -> None:
     config = wide("qwen3", tie_word_embeddings=tied)
     model, _ = quantize_model(family_model(config), config, bits=4, group_size=32)
     head = model.model.embed_tokens if tied else model.lm_head
@@ -149,17 +149,17 @@ def save(path: Path, config: dict[str, Any], model: nn.Module) -> None:
     embedded().tokenizer.save_pretrained(path)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
-def test_a_quantised_directory_loads(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_quantized_directory_loads(tmp_path: Path, name: str) -> None:
     config = wide("qwen2")
     model, config = quantize_model(
-        family_model(config), config, **{"mode": "affine", **QUANTISED[name]}
+        family_model(config), config, **{"mode": "affine", **QUANTIZED[name]}
     )
     save(tmp_path / "model", config, model)
     tokens = mx.array([[1, 2, 3, 4]])
     expected = load_dense(str(tmp_path / "model"))[0](tokens)
     loaded = load(tmp_path / "model")
-    # On the CPU the weights are dequantised, which changes nothing but the order of sums.
+    # On the CPU the weights are dequantized, which changes nothing but the order of sums.
     assert mx.allclose(loaded.model(tokens), expected, rtol=1e-3, atol=1e-3)
     assert differences(loaded.model, "qwen2") < TOLERANCE
 

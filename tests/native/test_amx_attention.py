@@ -84,7 +84,7 @@ import sys
 import mlx_paged
 import mlx.core as mx
 import numpy as np
-from support.quantised import make_quantised
+from support.quantized import make_quantized
 from support.reference import bits, make_batch
 from mlx_paged import ops
 rng = np.random.default_rng(5)
@@ -93,7 +93,7 @@ for name in ("bfloat16", "float16", "float32", "int8"):
     for dim, group, window in ((64, 3, None), (80, 1, 50), (128, 8, None)):
         shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dim, "window": window}
         if name == "int8":
-            batch = make_quantised(rng, [150, 90], [37, 1], name=name, **shape)
+            batch = make_quantized(rng, [150, 90], [37, 1], name=name, **shape)
             plain, pools = batch.plain, (batch.key_pool, batch.value_pool)
         else:
             plain = make_batch(rng, [150, 90], [37, 1], dtype=getattr(mx, name), **shape)

@@ -65,11 +65,11 @@ def test_the_kernels_compile(tmp_path) -> None:
             "auto kernel = linear_stream_entry<__nv_bfloat16, kWgmmaTiles, true>;\n",
             "PAGED_DTYPE_bfloat16",
         ),
-        ('#include "linear_quantised_wgmma.cu"\n', "PAGED_CODE_BITS=4"),
+        ('#include "linear_quantized_wgmma.cu"\n', "PAGED_CODE_BITS=4"),
         ('#include "prefill_wgmma.cu"\n', "PAGED_DTYPE_bfloat16"),
         ('#include "prefill_wgmma.cu"\n', "PAGED_DTYPE_float16"),
     ],
-    ids=["products", "quantised-products", "prefill-bfloat16", "prefill-float16"],
+    ids=["products", "quantized-products", "prefill-bfloat16", "prefill-float16"],
 )
 def test_products_of_four_warps_are_not_serialised(tmp_path, source: str, definition: str) -> None:
     """The assembler says so where it has each of them end before the next one begins, and where

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.platforms import CUDA, platform_with
-from support.quantised import FORMATS, quantised
+from support.quantized import FORMATS, quantized
 from support.reference import DTYPES, GPU_HEAD_DIMS, make_batch, spans_of
 from support.simulated import (
     needs_sim_extension,
@@ -79,17 +79,17 @@ def test_the_rule_that_chooses_a_kernel(rng, rows, group, dims, expected) -> Non
     [
         ("int8", 1, 4, 128, "paged_decode_tensor_float16_128_n1_int8"),
         ("int8_k_int4_v", 1, 9, 64, "paged_decode_tensor_float16_64_n2_int8_int4"),
-        ("int8", 1, 17, 128, "paged_decode_matrix_float16_128_128_m32_quantised"),
-        ("int8", 1, 2, 256, "paged_decode_float16_256_256_q2_quantised"),
+        ("int8", 1, 17, 128, "paged_decode_matrix_float16_128_128_m32_quantized"),
+        ("int8", 1, 2, 256, "paged_decode_float16_256_256_q2_quantized"),
         ("int4", 1, 4, 128, "paged_decode_tensor_float16_128_n1_int4"),
-        ("int4", 1, 4, 80, "paged_decode_matrix_float16_80_80_m8_quantised"),
+        ("int4", 1, 4, 80, "paged_decode_matrix_float16_80_80_m8_quantized"),
         ("fp8", 1, 1, 64, "paged_decode_tensor_float16_64_n1_fp8"),
-        ("int8", 9, 1, 128, "paged_prefill_float16_128_128_m32_quantised"),
+        ("int8", 9, 1, 128, "paged_prefill_float16_128_128_m32_quantized"),
     ],
 )
-def test_quantised_pools(rng, name, rows, group, dim, expected) -> None:
+def test_quantized_pools(rng, name, rows, group, dim, expected) -> None:
     shape = {"num_q_heads": group, "num_kv_heads": 1, "key_dim": dim, "value_dim": dim}
-    batch = quantised(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape), name)
+    batch = quantized(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape), name)
     pools = {"key_pool": batch.key_pool, "value_pool": batch.value_pool}
     launches = described(replace(batch.plain, **pools), batch.plain.plan())
     assert [x["kernel"] for x in launches if "rotate" not in x["kernel"]] == [expected]
@@ -107,7 +107,7 @@ def test_quantised_pools(rng, name, rows, group, dim, expected) -> None:
 )
 def test_queries_are_rotated(rng, dim, name, expected, grid) -> None:
     shape = {"num_q_heads": 13, "num_kv_heads": 1, "key_dim": dim, "value_dim": dim}
-    batch = quantised(make_batch(rng, [1], [1], dtype=mx.float16, **shape), name)
+    batch = quantized(make_batch(rng, [1], [1], dtype=mx.float16, **shape), name)
     pools = {"key_pool": batch.key_pool, "value_pool": batch.value_pool}
     first, *others = described(replace(batch.plain, **pools), batch.plain.plan())
     assert not any("rotate" in launch["kernel"] for launch in others)
@@ -120,17 +120,17 @@ def test_queries_are_rotated(rng, dim, name, expected, grid) -> None:
     ("name", "dims", "dtype", "expected", "grid"),
     [
         # 5 tokens x 3 heads of 16 lanes, 128 threads a block; keys, and values.
-        ("int8", (128, 128), mx.bfloat16, "quantise_rows_bfloat16_128_int8", [2, 2, 1]),
-        ("int8_k_int4_v", (64, 64), mx.float16, "quantise_rows_float16_64_int8_int4", [1, 2, 1]),
-        ("int4", (256, 256), mx.float32, "quantise_rows_float32_256_int4", [4, 2, 1]),
-        ("fp8", (128, 128), mx.bfloat16, "quantise_rows_bfloat16_128_fp8", [2, 2, 1]),
-        ("int8", (80, 80), mx.bfloat16, "quantise_kv_bfloat16_128", [1, 5, 1]),
-        ("int8", (192, 128), mx.bfloat16, "quantise_kv_bfloat16_256", [1, 5, 1]),
-        ("int4", (24, 40), mx.float32, "quantise_kv_float32_64", [1, 5, 1]),
-        ("fp8", (576, 576), mx.float16, "quantise_kv_float16_576", [1, 5, 1]),
+        ("int8", (128, 128), mx.bfloat16, "quantize_rows_bfloat16_128_int8", [2, 2, 1]),
+        ("int8_k_int4_v", (64, 64), mx.float16, "quantize_rows_float16_64_int8_int4", [1, 2, 1]),
+        ("int4", (256, 256), mx.float32, "quantize_rows_float32_256_int4", [4, 2, 1]),
+        ("fp8", (128, 128), mx.bfloat16, "quantize_rows_bfloat16_128_fp8", [2, 2, 1]),
+        ("int8", (80, 80), mx.bfloat16, "quantize_kv_bfloat16_128", [1, 5, 1]),
+        ("int8", (192, 128), mx.bfloat16, "quantize_kv_bfloat16_256", [1, 5, 1]),
+        ("int4", (24, 40), mx.float32, "quantize_kv_float32_64", [1, 5, 1]),
+        ("fp8", (576, 576), mx.float16, "quantize_kv_float16_576", [1, 5, 1]),
     ],
 )
-def test_quantised_rows_are_written(name, dims, dtype, expected, grid) -> None:
+def test_quantized_rows_are_written(name, dims, dtype, expected, grid) -> None:
     pools = [ops.allocate_pool(2, 16, 3, dim, d) for dim, d in zip(dims, FORMATS[name])]
     rows = [mx.zeros((5, 3, dim), dtype) for dim in dims]
     (launch,) = planned_writes(*pools, *rows, mx.array(np.arange(5, dtype=np.int32)), cuda=True)
@@ -198,9 +198,9 @@ def test_alibi_runs_on_kernels_that_serve_all_options(rng, dtype, dims, tma) -> 
 
 @pytest.mark.parametrize("name", list(FORMATS))
 @pytest.mark.parametrize("rows", [1, 9])
-def test_alibi_of_quantised_pools(rng, name, rows) -> None:
+def test_alibi_of_quantized_pools(rng, name, rows) -> None:
     shape = {"num_q_heads": 4, "num_kv_heads": 1, "key_dim": 128, "value_dim": 128}
-    batch = quantised(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape), name)
+    batch = quantized(make_batch(rng, [rows], [rows], dtype=mx.float16, **shape), name)
     pools = {"key_pool": batch.key_pool, "value_pool": batch.value_pool}
     given = replace(batch.plain, **pools)
     launches = described(given, batch.plain.plan(), alibi_slopes=mx.ones(4))
@@ -386,7 +386,7 @@ def test_how_many_rows_share_a_pass(rng, name: str, group: int, dim: int, expect
     for rows in range(1, 10):
         batch = make_batch(rng, [20], [rows], dtype=dtype, **shape)
         if name in FORMATS:
-            made = quantised(batch, name)
+            made = quantized(batch, name)
             batch = replace(made.plain, key_pool=made.key_pool, value_pool=made.value_pool)
         pools = batch.queries, batch.key_pool, batch.value_pool
         assert shared_rows_with_cuda(*pools) == expected

@@ -23,17 +23,17 @@ CUDA = ROOT / "csrc/cuda"
 HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
-    *("linear_stream.h", "linear_quantised.h", "linear_quantised_stream.h", "quantised_weights.h"),
+    *("linear_stream.h", "linear_quantized.h", "linear_quantized_stream.h", "packed_weights.h"),
     *("adapter_blocks.h", "linear_adapters.h", "linear_finish.h", "linear_math.h"),
     *("operand_maps.h", "ordered_rows.h"),
-    *("expert_items.h", "expert_stream.h", "expert_quantised_stream.h"),
+    *("expert_items.h", "expert_stream.h", "expert_quantized_stream.h"),
     *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
-    *("paged_decode_quantised.h", "quantised_state.h", "code_ring.h", "code_fragments.h"),
+    *("paged_decode_quantized.h", "quantized_state.h", "code_ring.h", "code_fragments.h"),
     *("merge_splits.h", "peer_sum.h"),
 )
 
 
-SHAPES = ("linear", "peer", "quantised", "tensor")
+SHAPES = ("linear", "peer", "quantized", "tensor")
 BITS = [2, 3, 4, 5, 6, 8] if os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all" else [3, 4, 8]
 
 
@@ -115,23 +115,23 @@ def test_products(tmp_path) -> None:
     assert compared(compiled(tmp_path, "stream")) > 50_000
 
 
-ROWS, STREAM = "kernels/linear_quantised.h", "kernels/linear_quantised_stream.h"
+ROWS, STREAM = "kernels/linear_quantized.h", "kernels/linear_quantized_stream.h"
 
 
 @pytest.mark.one_in(16)
 @needs_nvcc
 @ELEMENTS
 @pytest.mark.parametrize("bits", BITS)
-def test_quantised_products(tmp_path, bits: int, element: str) -> None:
-    assert compared(compiled(tmp_path, "quantised", [f"CODE_BITS={bits}", element])) > 5_000
+def test_quantized_products(tmp_path, bits: int, element: str) -> None:
+    assert compared(compiled(tmp_path, "quantized", [f"CODE_BITS={bits}", element])) > 5_000
 
 
 @pytest.mark.one_in(8)
 @needs_nvcc
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_products_of_many_rows(tmp_path, bits: int) -> None:
+def test_quantized_products_of_many_rows(tmp_path, bits: int) -> None:
     kind = [f"CODE_BITS={bits}", "MANY_ROWS", BFLOAT16]
-    assert compared(compiled(tmp_path, "quantised", kind)) > 150_000
+    assert compared(compiled(tmp_path, "quantized", kind)) > 150_000
 
 
 @needs_nvcc
@@ -147,7 +147,7 @@ def test_quantised_products_of_many_rows(tmp_path, bits: int) -> None:
 )
 def test_faults_of_many_rows_are_seen(tmp_path, before: str, after: str) -> None:
     kind = ["CODE_BITS=4", "MANY_ROWS", BFLOAT16]
-    assert finds_a_fault(compiled(tmp_path, "quantised", kind, {STREAM: (before, after)}))
+    assert finds_a_fault(compiled(tmp_path, "quantized", kind, {STREAM: (before, after)}))
 
 
 @needs_nvcc
@@ -185,13 +185,13 @@ def test_products_of_experts(tmp_path, element: str) -> None:
         {"kernels/expert_items.h": ("is_first ? place :", "false ? place :")},
         {"kernels/expert_items.h": ("item.expert) * params.product.n[0]", "0) * 1")},
         {"kernels/expert_stream.h": ("first_row = item.expert * product.n[0]", "first_row = 0")},
-        {"kernels/expert_quantised_stream.h": ("item.expert * params.product.n[0]", "0")},
+        {"kernels/expert_quantized_stream.h": ("item.expert * params.product.n[0]", "0")},
         {"kernels/expert_stream.h": ("__syncwarp();  // The barrier", "// The barrier")},
-        {"kernels/linear_quantised_stream.h": ("return WHOLE ? whole_pitch : 16", "return 16")},
+        {"kernels/linear_quantized_stream.h": ("return WHOLE ? whole_pitch : 16", "return 16")},
     ],
     ids=[
         "the first 32 rows twice", "rows of pairs", "results by pair", "biases of one expert",
-        "one expert", "one quantised expert", "copied before it is expected",
+        "one expert", "one quantized expert", "copied before it is expected",
         "scales of 16 bytes a row",
     ],
 )  # fmt: skip
@@ -209,7 +209,7 @@ def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]
         (3, {ROWS: ("copy_weights(turn + kStages - 1)", "copy_weights(turn + kStages)")}),
         (3, {STREAM: ("ring.wait_until_full(turn.stage, turn.round);", "")}),
         (4, {STREAM: ("ring.begin(kMultipliers)", "ring.begin(1)")}),
-        (4, {"quantised_shape.h": ("slots = whole ? 1 :", "slots = true ? 1 :")}),
+        (4, {"quantized_shape.h": ("slots = whole ? 1 :", "slots = true ? 1 :")}),
         (4, {"kernels/linear_finish.h": ("row % UNIT >= kHalf}", "false}")}),
         (4, {STREAM: ("wait_for_products<0>(sums[0]);\n      take_product", "take_product")}),
         (4, {STREAM: ("load_shared(from ^ c * kPieces * 16)", "load_shared(from ^ c * 16)")}),
@@ -230,7 +230,7 @@ def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:
     """In one kind of weights, which passes as a part of the others."""
     kind = [f"CODE_BITS={bits}", "ONE_KIND", BFLOAT16]
-    assert finds_a_fault(compiled(tmp_path, "quantised", kind, changes))
+    assert finds_a_fault(compiled(tmp_path, "quantized", kind, changes))
 
 
 PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_blocks.h"
@@ -294,7 +294,7 @@ ATTENTION = [CUDA, CUDA.parent, CUDA / "kernels", CUDA / "msl", ROOT / "metal"]
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("pools", "fewest"), [("PLAIN", 90_000), ("QUANTISED", 30_000)])
+@pytest.mark.parametrize(("pools", "fewest"), [("PLAIN", 90_000), ("QUANTIZED", 30_000)])
 def test_drafts_share_a_pass_with_the_bits_of_single_rows(
     tmp_path, pools: str, fewest: int
 ) -> None:
@@ -313,7 +313,7 @@ def test_drafts_share_a_pass_with_the_bits_of_single_rows(
                    "item.row_end - 1, params);")),
         ("PLAIN", ("kernels/decode_state.h", "factor[i % 2];", "factor[0];")),
         ("PLAIN", ("kernels/merge_splits.h", "split * num_rows + row", "split * num_rows")),
-        ("QUANTISED", ("kernels/quantised_state.h", "query_unit[n][i % 2]", "query_unit[0][0]")),
+        ("QUANTIZED", ("kernels/quantized_state.h", "query_unit[n][i % 2]", "query_unit[0][0]")),
     ],
     ids=[
         "other pieces", "other tiles of a window", "no rows together",

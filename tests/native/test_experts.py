@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.simd_processes import run_in_process_of
-from support.weight_formats import FORMATS, SCALE_DTYPES, assert_near, dequantised, quantised
+from support.weight_formats import FORMATS, SCALE_DTYPES, assert_near, dequantized, quantized
 
 from mlx_paged import executables, ops
 
@@ -36,8 +36,8 @@ def weights(
     rng: np.random.Generator, n: int, k: int, mode: str, bits: int, group: int, dtype: mx.Dtype
 ) -> tuple[list[mx.array], np.ndarray]:
     """Returns the quantized weights of all experts, and their values in float64."""
-    arrays = quantised(rng, EXPERTS * n, k, mode, bits, group, dtype)
-    exact = dequantised(arrays, mode, bits, group).reshape(EXPERTS, n, k)
+    arrays = quantized(rng, EXPERTS * n, k, mode, bits, group, dtype)
+    exact = dequantized(arrays, mode, bits, group).reshape(EXPERTS, n, k)
     arrays = [a.reshape(EXPERTS, n, -1) for a in arrays]
     mx.eval(arrays)
     return arrays, exact
@@ -215,7 +215,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_operands_that_do_not_fit_are_refused(rng, name: str) -> None:
-    arrays = [a.reshape(4, 3, -1) for a in quantised(rng, 12, 128, "affine", 4, 64, mx.float32)]
+    arrays = [a.reshape(4, 3, -1) for a in quantized(rng, 12, 128, "affine", 4, 64, mx.float32)]
     fields, message = BAD[name]
     given: dict[str, Any] = {
         "x": mx.ones((2, 1, 1, 128)),

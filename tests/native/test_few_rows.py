@@ -15,7 +15,7 @@ from support.models import StepDriver, tiny_config, tiny_model
 from support.platforms import run_as_on
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, simulated
-from support.weight_formats import FORMATS, dequantised, quantised
+from support.weight_formats import FORMATS, dequantized, quantized
 
 from mlx_paged import executables, ops
 from mlx_paged.model import patches
@@ -62,8 +62,8 @@ class Weight:
             self.exact = exact(self.arrays[0])
         else:
             mode, width, group = form
-            self.arrays = quantised(rng, n, k, mode, width, group, dtype)
-            self.exact = dequantised(self.arrays, mode, width, group)
+            self.arrays = quantized(rng, n, k, mode, width, group, dtype)
+            self.exact = dequantized(self.arrays, mode, width, group)
 
     def multiply(self, x: mx.array, bias: mx.array | None = None) -> mx.array:
         if self.form == DENSE:

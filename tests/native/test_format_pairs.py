@@ -8,7 +8,7 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.quantised import FORMATS, make_quantised
+from support.quantized import FORMATS, make_quantized
 from support.reference import assert_close, make_batch
 from support.simulated import needs_simulator, simulated
 
@@ -29,7 +29,7 @@ REFUSED = [
 def test_a_pair_that_is_served(rng, name, heads, rows) -> None:
     # Head dims for which scratch of one format would not hold the other's rows.
     for key_dim, value_dim in ((64, 64), (192, 8)):
-        batch = make_quantised(
+        batch = make_quantized(
             rng, [70, 45], [rows, 1], num_q_heads=heads[0], num_kv_heads=heads[1],
             key_dim=key_dim, value_dim=value_dim, name=name,
         )  # fmt: skip
@@ -41,7 +41,7 @@ def test_a_pair_that_is_served(rng, name, heads, rows) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 7, 20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_pair_that_is_served_on_the_simulated_gpu(rng, name, rows) -> None:
-    batch = make_quantised(
+    batch = make_quantized(
         rng, [70, 45], [rows, 1], num_q_heads=4, num_kv_heads=2, key_dim=128, value_dim=128,
         dtype=mx.bfloat16, name=name,
     )  # fmt: skip

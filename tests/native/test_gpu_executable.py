@@ -17,7 +17,7 @@ from support.gpu_executables import with_programs
 from support.mixtures import ROUTERS, Experts, Router, chosen_by, logits_apart, softmax_and_last
 from support.models import GREEDY, StepDriver, step_of, tiny_config, tiny_model
 from support.platforms import CUDA_PROGRAMS, run_as_on
-from support.quantised import raw
+from support.quantized import raw
 from support.reference import DTYPES, bits
 from support.simulated import launches, needs_simulator, sim_ext, simulated
 
@@ -127,7 +127,7 @@ def test_hidden_states_are_further_outputs(rng) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "windows"])
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_steps_with_quantised_pools(rng, kv_format: str, name: str) -> None:
+def test_steps_with_quantized_pools(rng, kv_format: str, name: str) -> None:
     """Keys and values are quantized and rotated as they are without a program."""
     ours, graphs = (
         StepDriver(
@@ -269,15 +269,15 @@ def test_a_mixture_of_many_rows_has_the_kernels_of_few_with_cuda() -> None:
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_a_layer_of_quantised_pools_with_cuda(kv_format: str) -> None:
-    """Heads are rotated, then quantised, and queries rotated as integer keys are."""
+def test_a_layer_of_quantized_pools_with_cuda(kv_format: str) -> None:
+    """Heads are rotated, then quantized, and queries rotated as integer keys are."""
     config = tiny_config("llama", head_dim=64, tied=False, num_hidden_layers=3, vocab_size=112)
     kernels = kernels_of(
         config, 8, dtype=mx.bfloat16, cuda=True, kv_format=FORMATS[kv_format]
     )  # fmt: skip
     suffix = {"int8_k_int4_v": "int8_int4"}.get(kv_format, kv_format)
     linear, norm = "linear_stream_bfloat16_1", "add_rms_norm_bfloat16"
-    write = ["rope_write_bfloat16", f"quantise_rows_bfloat16_64_{suffix}"]
+    write = ["rope_write_bfloat16", f"quantize_rows_bfloat16_64_{suffix}"]
     write += [] if kv_format == "fp8" else ["rotate_rows_bfloat16_64"]
     attention = f"paged_decode_tensor_bfloat16_64_n1_{suffix}"
     layer = [norm, linear, *write, attention, linear, norm, linear, linear]

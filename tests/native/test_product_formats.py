@@ -21,8 +21,8 @@ from support.weight_formats import (
     FORMATS,
     SCALE_DTYPES,
     assert_near,
-    dequantised,
-    quantised,
+    dequantized,
+    quantized,
 )
 
 from mlx_paged import ops
@@ -39,12 +39,12 @@ SHAPES = [(1, 1), (5, 4), (33, 5), (18, 9)] if EVERYTHING else [(5, 4), (18, 9)]
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMATS)
-def test_quantised_products(rng, mode: str, bits: int, group: int) -> None:
+def test_quantized_products(rng, mode: str, bits: int, group: int) -> None:
     for dtype in SCALE_DTYPES if mode == "affine" else [mx.float32]:
         for n, groups in SHAPES:
             k = groups * 128 + (group if group < 128 else 0)  # odd in groups
-            arrays = quantised(rng, n, k, mode, bits, group, dtype)
-            exact = dequantised(arrays, mode, bits, group)
+            arrays = quantized(rng, n, k, mode, bits, group, dtype)
+            exact = dequantized(arrays, mode, bits, group)
             biases = arrays[2] if mode == "affine" else None
             for rows in ROWS:
                 x = rng.standard_normal((rows, k)).astype(np.float32)
@@ -70,15 +70,15 @@ def test_products_of_16_bit_weights(rng, dtype: mx.Dtype) -> None:
 
 
 def test_a_product_of_many_rows_is_whole_where_its_weights_are_unpacked_in_parts(rng) -> None:
-    arrays = quantised(rng, 300, 8192, "affine", 4, 64, mx.bfloat16)  # parts of 4 MiB
+    arrays = quantized(rng, 300, 8192, "affine", 4, 64, mx.bfloat16)  # parts of 4 MiB
     x = rng.standard_normal((70, 8192)).astype(np.float32)
     got = ops.quantized_linear(mx.array(x), *arrays, group_size=64, bits=4)
-    assert_near(got, x, dequantised(arrays, "affine", 4, 64))
+    assert_near(got, x, dequantized(arrays, "affine", 4, 64))
 
 
 @pytest.mark.parametrize(("mode", "bits", "group"), [("affine", 4, 64), ("affine", 5, 32), *FLOATS])
 def test_a_row_does_not_depend_on_the_others(rng, mode: str, bits: int, group: int) -> None:
-    arrays = quantised(rng, 19, 1152, mode, bits, group, mx.bfloat16)
+    arrays = quantized(rng, 19, 1152, mode, bits, group, mx.bfloat16)
     x = mx.array(rng.standard_normal((16, 1152)).astype(np.float32))
     biases = arrays[2] if mode == "affine" else None
 
@@ -108,7 +108,7 @@ OPERANDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_other_operands_equal_mlx(rng, name: str) -> None:
-    arrays = quantised(rng, 10, 128, "affine", 4, 64, mx.bfloat16)
+    arrays = quantized(rng, 10, 128, "affine", 4, 64, mx.bfloat16)
     x = mx.array(rng.standard_normal((6, 128)).astype(np.float32))
     operands = OPERANDS[name](x, *arrays)
     mx.eval(list(operands[2:]))
@@ -120,14 +120,14 @@ def test_other_operands_equal_mlx(rng, name: str) -> None:
     assert mx.allclose(got, exact, rtol=2**-8 if got.dtype == mx.bfloat16 else 1e-4, atol=1e-4)
 
 
-def test_a_quantised_product_of_no_rows_has_none(rng) -> None:  # (MLX's own crashes)
-    arrays = quantised(rng, 10, 128, "affine", 4, 64, mx.bfloat16)
+def test_a_quantized_product_of_no_rows_has_none(rng) -> None:  # (MLX's own crashes)
+    arrays = quantized(rng, 10, 128, "affine", 4, 64, mx.bfloat16)
     got = ops.quantized_linear(mx.zeros((0, 128)), *arrays, group_size=64, bits=4)
     mx.eval(got)
     assert (got.shape, got.dtype) == ((0, 10), mx.float32)
 
 
-def test_a_gradient_passes_a_quantised_product_and_a_map_does(rng) -> None:
+def test_a_gradient_passes_a_quantized_product_and_a_map_does(rng) -> None:
     layer = nn.QuantizedLinear(64, 32, group_size=32)
     x = mx.array(rng.standard_normal((4, 3, 64)).astype(np.float32))
     mx.eval(layer.parameters(), x)
@@ -162,7 +162,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_operands_that_do_not_fit_are_refused(rng, name: str) -> None:
-    weight, scales, biases = quantised(rng, 10, 128, "affine", 4, 64, mx.float32)
+    weight, scales, biases = quantized(rng, 10, 128, "affine", 4, 64, mx.float32)
     fields, message = BAD[name]
     given = {"x": mx.ones((2, 128)), "weight": weight, "scales": scales, "biases": biases}
     given |= fields

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.simd_processes import run_in_process_of
-from support.weight_formats import Floats, assert_near, dequantised, quantised
+from support.weight_formats import Floats, assert_near, dequantized, quantized
 
 from mlx_paged import ops
 from mlx_paged.extension import build_info
@@ -58,8 +58,8 @@ def test_products_of_what_rounding_does_not_change(rng, bits: int, group: int) -
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         for n, groups in SHAPES:
             k = groups * group
-            arrays = quantised(rng, n, k, "affine", bits, group, dtype)
-            weight = dequantised(arrays, "affine", bits, group)
+            arrays = quantized(rng, n, k, "affine", bits, group, dtype)
+            weight = dequantized(arrays, "affine", bits, group)
             for rows in ROWS:
                 x = exact_rows(rng, rows, k)
                 assert_near(multiply(x, arrays, bits, group), x, weight)
@@ -68,8 +68,8 @@ def test_products_of_what_rounding_does_not_change(rng, bits: int, group: int) -
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
 def test_rounding_is_to_the_nearest_of_255_steps_of_each_group(rng, bits: int, group: int) -> None:
     n, k = 21, 2 * group + (group if group < 128 else 0)
-    arrays = quantised(rng, n, k, "affine", bits, group, mx.bfloat16)
-    weight = dequantised(arrays, "affine", bits, group)
+    arrays = quantized(rng, n, k, "affine", bits, group, mx.bfloat16)
+    weight = dequantized(arrays, "affine", bits, group)
     for rows in (1, 5, 40):
         x = rng.standard_normal((rows, k)) * 2.0 ** rng.integers(-20, 20, (rows, 1))
         x = x.astype(np.float32).astype(np.float64)
@@ -107,7 +107,7 @@ def test_the_largest_sums_are_exact(bits: int, group: int, rows: int) -> None:
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
 def test_a_row_does_not_depend_on_the_others(rng, bits: int, group: int) -> None:
     k = 1152 - (0 if group == 128 else group)
-    arrays = quantised(rng, 37, k, "affine", bits, group, mx.bfloat16)
+    arrays = quantized(rng, 37, k, "affine", bits, group, mx.bfloat16)
     x = mx.array(rng.standard_normal((300, k)).astype(np.float32))
     whole = np.array(multiply(x, arrays, bits, group))
     for rows in (1, 2, 3, 4, 5, 8, 13, 23, 24, 27, 31, 64, 65, 256, 299):
@@ -117,8 +117,8 @@ def test_a_row_does_not_depend_on_the_others(rng, bits: int, group: int) -> None
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [2, 30])
 def test_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
-    arrays = quantised(rng, 9, 256, "affine", bits, 64, mx.float32)
-    weight = dequantised(arrays, "affine", bits, 64)
+    arrays = quantized(rng, 9, 256, "affine", bits, 64, mx.float32)
+    weight = dequantized(arrays, "affine", bits, 64)
     clean = rng.standard_normal((rows, 256)).astype(np.float32)
     expected = np.array(multiply(clean, arrays, bits, 64))
     for value in (np.nan, np.inf, -np.inf):
@@ -149,7 +149,7 @@ OTHERS = [("affine", 2, 64), ("affine", 3, 32), ("affine", 6, 128), ("mxfp4", 4,
 
 @pytest.mark.parametrize(("mode", "bits", "group"), OTHERS)
 def test_other_formats_keep_their_activations(rng, mode: str, bits: int, group: int) -> None:
-    arrays = quantised(rng, 9, 256, mode, bits, group, mx.bfloat16)
+    arrays = quantized(rng, 9, 256, mode, bits, group, mx.bfloat16)
     x = mx.array(rng.standard_normal((3, 256)).astype(np.float32))
     given = {"group_size": group, "bits": bits, "mode": mode}
     got, expected = (
@@ -160,7 +160,7 @@ def test_other_formats_keep_their_activations(rng, mode: str, bits: int, group: 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
 def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
-    arrays = quantised(rng, 12, 256, "affine", bits, group, mx.float16)
+    arrays = quantized(rng, 12, 256, "affine", bits, group, mx.float16)
     x = mx.array(rng.standard_normal((6, 256)).astype(np.float32))
     bias = mx.array(rng.standard_normal(12).astype(np.float32))
     plain = multiply(x, arrays, bits, group)
@@ -174,7 +174,7 @@ def test_bias_axes_and_strides(rng, bits: int, group: int) -> None:
     mapped = mx.vmap(lambda row: multiply(row, arrays, bits, group))(x)
     assert mx.array_equal(mapped, plain)
     gradient = mx.grad(lambda x: multiply(x, arrays, bits, group).sum())(x)
-    weight = dequantised(arrays, "affine", bits, group)
+    weight = dequantized(arrays, "affine", bits, group)
     assert np.allclose(np.array(gradient), weight.sum(axis=0), rtol=1e-3, atol=1e-2)
 
 
@@ -203,10 +203,10 @@ def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: i
     """Against sums of integers: what is left are roundings of whole groups' results."""
     for n, groups in SHAPES:
         k = groups * group
-        arrays = quantised(rng, n, k, "affine", bits, group, mx.float32)
+        arrays = quantized(rng, n, k, "affine", bits, group, mx.float32)
         arrays[1] = mx.ones_like(arrays[1])
         arrays[2] = mx.zeros_like(arrays[2])
-        codes = dequantised(arrays, "affine", bits, group)
+        codes = dequantized(arrays, "affine", bits, group)
         for rows in ROWS:
             integers = rng.integers(-MOST + 1, MOST, (rows, k)).astype(np.float64)
             scales = np.repeat(2.0 ** rng.integers(-3, 4, (rows, k // ROUNDED)), ROUNDED, axis=1)
@@ -240,8 +240,8 @@ def test_the_largest_sums_of_22_bits_fit(bits: int, rows: int) -> None:
 @pytest.mark.parametrize("bits", WIDE_BITS)
 def test_errors_are_like_those_of_float32(rng, bits: int) -> None:
     for k, spread in ((576, 0), (2048, 0), (2048, 8), (8192, 4)):
-        arrays = quantised(rng, 40, k, "affine", bits, 64, mx.bfloat16)
-        weight = dequantised(arrays, "affine", bits, 64)
+        arrays = quantized(rng, 40, k, "affine", bits, 64, mx.bfloat16)
+        weight = dequantized(arrays, "affine", bits, 64)
         x = rng.standard_normal((36, k)) * 2.0 ** rng.integers(-spread, spread + 1, (36, k))
         x = x.astype(np.float32).astype(np.float64)
         error = np.array(multiply_floats(x, arrays, bits, 64)).astype(np.float64) - x @ weight.T
@@ -286,7 +286,7 @@ def test_large_activations_take_no_digits_from_the_others(rng, bits: int, every:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_a_row_of_digits_does_not_depend_on_the_others(rng, bits: int, group: int) -> None:
     k = 1152 - (0 if group == 128 else group)
-    arrays = quantised(rng, 37, k, "affine", bits, group, mx.bfloat16)
+    arrays = quantized(rng, 37, k, "affine", bits, group, mx.bfloat16)
     x = mx.array(rng.standard_normal((300, k)).astype(np.float32))
     whole = np.array(multiply_floats(x, arrays, bits, group))
     for rows in (1, 2, 3, 4, 5, 8, 13, 31, 32, 33, 35, 64, 65, 256, 299):
@@ -299,8 +299,8 @@ def test_a_row_of_digits_does_not_depend_on_the_others(rng, bits: int, group: in
 @pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("rows", [2, 40])
 def test_digits_of_numbers_at_the_ends_of_their_range(rng, bits: int, rows: int) -> None:
-    arrays = quantised(rng, 9, 256, "affine", bits, 64, mx.float32)
-    weight = dequantised(arrays, "affine", bits, 64)
+    arrays = quantized(rng, 9, 256, "affine", bits, 64, mx.float32)
+    weight = dequantized(arrays, "affine", bits, 64)
     clean = rng.standard_normal((rows, 256)).astype(np.float32)
     expected = np.array(multiply_floats(clean, arrays, bits, 64))
     for value in (np.nan, np.inf, -np.inf):
@@ -446,7 +446,7 @@ def test_a_row_in_parts_does_not_depend_on_the_others(rng) -> None:
 def test_products_of_one_input_share_its_rounded_rows(rng, activations: str, rows: int) -> None:
     """Each product has the bits that it has of an array that no product has seen."""
     forms = [(4, 64), (4, 64), (8, 32)]
-    weights = [quantised(rng, 40, 256, "affine", *form, mx.float32) for form in forms]
+    weights = [quantized(rng, 40, 256, "affine", *form, mx.float32) for form in forms]
     inputs = [rng.standard_normal((rows, 256)).astype(np.float32) for _ in range(2)]
 
     def product(x: mx.array, which: int) -> mx.array:
@@ -468,7 +468,7 @@ def test_products_of_one_input_share_its_rounded_rows(rng, activations: str, row
 
 
 def test_an_input_that_the_host_has_changed_is_rounded_again(rng) -> None:
-    weights = quantised(rng, 40, 256, "affine", 4, 64, mx.float32)
+    weights = quantized(rng, 40, 256, "affine", 4, 64, mx.float32)
 
     def product(x: mx.array) -> Any:
         return np.array(ops.quantized_linear(x, *weights, bits=4, group_size=64, by_rows=True))
@@ -488,7 +488,7 @@ def test_an_unknown_name_is_refused(rng, name: str) -> None:
     if name in ops.activations():
         pytest.skip("it is known here")
     known = ", ".join(ops.activations())
-    arrays = quantised(rng, 9, 256, "affine", 4, 64, mx.bfloat16)
+    arrays = quantized(rng, 9, 256, "affine", 4, 64, mx.bfloat16)
     expected = f"activations must be one of {known} on this processor but got {name}"
     with pytest.raises(ValueError, match=expected):
         ops.quantized_linear(

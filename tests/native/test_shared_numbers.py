@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from support.quantised import row_bytes
+from support.quantized import row_bytes
 
 from mlx_paged import ops
 from mlx_paged.model import graph_runner

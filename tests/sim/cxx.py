@@ -30,7 +30,7 @@ STANDARD = [*LANGUAGE, "-std=c++14"]
 METAL_4 = [*LANGUAGE, "-std=c++17", "-D__METAL_VERSION__=400", "-D__HAVE_TENSOR__"]
 FILES = (
     "data.h", "draw.h", "experts.h", "greedy.h", "layer.h", "lora.h", "paged_decode.h",
-    "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "products.h", "quantised_pool.h",
+    "paged_decode_matrix.h", "paged_prefill.h", "paged_merge.h", "products.h", "quantized_pool.h",
     "thresholds.h",
 )  # fmt: skip
 TENSOR_FILES = ("tensor_prefill.h", "tensor_product.h")

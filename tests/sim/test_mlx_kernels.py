@@ -285,7 +285,7 @@ def test_gemv(rng, in_size) -> None:
 
 
 def quantized(x: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """MLX's own affine quantisation of rows, on its CPU backend."""
+    """MLX's own affine quantization of rows, on its CPU backend."""
     return tuple(map(np.array, mx.quantize(mx.array(x), group_size=group, bits=bits)))
 
 
@@ -294,7 +294,7 @@ QUANTIZED = ("quantized_utils.h", "steel/gemm/gemm.h", "quantized.h")
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_products(rng, bits) -> None:
-    """One row (`qmv_fast`) and a ragged tile of rows (`qmm_t`) with quantised weights."""
+    """One row (`qmv_fast`) and a ragged tile of rows (`qmm_t`) with quantized weights."""
     library = mlx_library(
         *QUANTIZED,
         instances=f'instantiate_kernel("vector", affine_qmv_fast, half, 64, {bits}, false)\n'

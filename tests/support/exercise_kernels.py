@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_paged import executables, ops, plain_ops
 from support.mixtures import Experts, chosen_by, exact, logits_apart
-from support.quantised import FORMATS, make_quantised
+from support.quantized import FORMATS, make_quantized
 from support.reference import GPU_HEAD_DIMS, alibi_slopes, assert_close, make_batch, spans_of
 
 
@@ -146,7 +146,7 @@ def linear(rng: np.random.Generator, dtype: mx.Dtype) -> None:
                 assert np.abs(out - product).max() < 0.05 * np.sqrt(k)
 
 
-def quantised(rng: np.random.Generator, dtype: mx.Dtype) -> None:
+def quantized(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     """Products with weights of several formats, with partial row and column tiles."""
     if dtype == mx.float32:  # runs MLX's own kernels
         return
@@ -171,7 +171,7 @@ def pools(rng: np.random.Generator, dtype: mx.Dtype) -> None:
     for name in FORMATS:
         for dim, group, block_size in ((64, 12, 16), (128, 4, 32), (128, 1, 64), (256, 2, 16)):
             for query_lens in ([1, 1, 2], [1, 20, 1]):
-                batch = make_quantised(
+                batch = make_quantized(
                     rng, [70, 33, 41], query_lens, num_q_heads=2 * group, num_kv_heads=2,
                     key_dim=dim, dtype=dtype, block_size=block_size, name=name,
                 )  # fmt: skip
@@ -288,7 +288,7 @@ def main() -> None:
             bitmask,
             draws,
             linear,
-            quantised,
+            quantized,
         )
     }
     parser.add_argument("--only", nargs="+", default=list(parts), choices=parts)

@@ -22,19 +22,19 @@ from mlx_paged import executables, ops, plain_ops
 from mlx_paged import reference as plain_reference
 from support import big_pools, reference
 from support.mixtures import Experts, chosen_by, logits_apart
-from support.quantised import (
+from support.quantized import (
     FORMATS,
     decoded,
     empty_pools,
     keys_of,
-    quantised,
+    quantized,
     raw,
     steps,
 )
 from support.reference import PagedBatch, alibi_slopes, assert_close, make_batch, spans_of, to_numpy
 from support.simulated import launches, simulated
-from support.weight_formats import dequantised
-from support.weight_formats import quantised as quantized_weight
+from support.weight_formats import dequantized
+from support.weight_formats import quantized as quantized_weight
 
 mx.set_default_device(mx.cpu)
 
@@ -448,12 +448,12 @@ def big_prefill(library: SimLibrary) -> None:
     _attend_in_big_pools(library, 9, 1)
 
 
-# --- Quantised pools ------------------------------------------------------------------------------
+# --- Quantized pools ------------------------------------------------------------------------------
 
 
-def compare_quantised(library: SimLibrary, plain: PagedBatch, name: str, **options) -> None:
+def compare_quantized(library: SimLibrary, plain: PagedBatch, name: str, **options) -> None:
     limits = options.pop("limits", {})
-    batch = quantised(plain, name)
+    batch = quantized(plain, name)
     with simulated(library):
         out = batch.attend(plain.plan(**limits), scale=0.125, **options)
         mx.eval(out)
@@ -462,33 +462,33 @@ def compare_quantised(library: SimLibrary, plain: PagedBatch, name: str, **optio
 
 
 @check
-def quantised_decode(library: SimLibrary) -> None:
+def quantized_decode(library: SimLibrary) -> None:
     for name in FORMATS:
-        compare_quantised(library, batch_of([1, 1, 1], 6, window=60), name, window=60)
-        compare_quantised(library, batch_of([1, 1, 1], 6, dtype=mx.float16), name)
+        compare_quantized(library, batch_of([1, 1, 1], 6, window=60), name, window=60)
+        compare_quantized(library, batch_of([1, 1, 1], 6, dtype=mx.float16), name)
 
 
 @check
-def quantised_matrix(library: SimLibrary) -> None:
+def quantized_matrix(library: SimLibrary) -> None:
     for name in FORMATS:
-        compare_quantised(library, batch_of([1, 2, 1], 12), name, limits={"split_tokens": 64})
-        compare_quantised(library, batch_of([1, 2, 1], 12, key_dim=64, dtype=mx.bfloat16), name)
+        compare_quantized(library, batch_of([1, 2, 1], 12), name, limits={"split_tokens": 64})
+        compare_quantized(library, batch_of([1, 2, 1], 12, key_dim=64, dtype=mx.bfloat16), name)
 
 
 @check
-def quantised_prefill(library: SimLibrary) -> None:
+def quantized_prefill(library: SimLibrary) -> None:
     for name in FORMATS:
-        compare_quantised(library, batch_of([40, 20], 4), name)
-        compare_quantised(library, batch_of([40, 20], 4, key_dim=64, dtype=mx.float16), name)
+        compare_quantized(library, batch_of([40, 20], 4), name)
+        compare_quantized(library, batch_of([40, 20], 4, key_dim=64, dtype=mx.float16), name)
 
 
 @check
-def quantised_bytes(library: SimLibrary) -> None:
+def quantized_bytes(library: SimLibrary) -> None:
     """Vector and matrix units must read codes and scales only once."""
     for name in FORMATS:
         for heads in (2, 8):
             plain = batch_of([1], heads, key_dim=128, dtype=mx.float16)
-            batch = quantised(plain, name)
+            batch = quantized(plain, name)
             with simulated(library):
                 mx.eval(batch.attend(plain.plan(), scale=0.125))
             read = [x["traffic"] for x in launches() if "paged_decode" in x["kernel"]]
@@ -498,7 +498,7 @@ def quantised_bytes(library: SimLibrary) -> None:
 
 
 @check
-def quantised_write(library: SimLibrary) -> None:
+def quantized_write(library: SimLibrary) -> None:
     """Same codes as the CPU; a few round the other way, because a GPU's division is less exact."""
     rng = np.random.default_rng(0)
     for name in FORMATS:
@@ -527,12 +527,12 @@ def quantised_write(library: SimLibrary) -> None:
 
 
 @check
-def quantised_gather(library: SimLibrary) -> None:
+def quantized_gather(library: SimLibrary) -> None:
     lens = mx.array([151, 33], mx.int32)  # the first is one more than was written: a NaN
     mx.eval(lens)
     for name in FORMATS:
         for dim in (80, 512):
-            batch = quantised(batch_of([1, 1], 2, key_dim=dim), name)
+            batch = quantized(batch_of([1, 1], 2, key_dim=dim), name)
             plan = batch.plain.plan()
             with simulated(library):
                 dense = ops.gather_kv(
@@ -727,7 +727,7 @@ def _quantized_products(
     rng = np.random.default_rng(0)
     for mode, width, group, rows, n in forms:
         arrays = quantized_weight(rng, n, 1152, mode, width, group, mx.float32)
-        x, weight = normal(rng, rows, 1152), dequantised(arrays, mode, width, group)
+        x, weight = normal(rng, rows, 1152), dequantized(arrays, mode, width, group)
 
         def build(x: mx.array) -> list[mx.array]:
             codes, scales, *biases = arrays  # noqa: B023
@@ -793,7 +793,7 @@ def lookups(library: SimLibrary) -> None:
 
         got = to_numpy(run_program(library, build, ids)[0].astype(mx.float32))
         kept = np.array([0, 1, 4])
-        expected = dequantised(arrays, mode, width, group)[np.array([3, 4, 0])]
+        expected = dequantized(arrays, mode, width, group)[np.array([3, 4, 0])]
         rtol = 1e-2 if mode == "nvfp4" else 2e-6
         np.testing.assert_allclose(got[kept], expected, rtol=rtol, atol=1e-40)
         assert np.isnan(got[[2, 3]]).all()

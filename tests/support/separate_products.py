@@ -11,7 +11,7 @@ from sim import SimLibrary
 from mlx_paged import kernels, ops
 from mlx_paged.kernels import MAX_ROWS, AllowedProduct
 from support.simulated import simulated_tensor_units
-from support.weight_formats import dequantised, quantised
+from support.weight_formats import dequantized, quantized
 
 
 class Form(NamedTuple):
@@ -53,8 +53,8 @@ class Layer:
             self.arrays = [normal(rng, n, k, dtype=dtype)]
             self.exact = numbers(self.arrays[0])
         else:
-            self.arrays = quantised(rng, n, k, *form, dtype)
-            self.exact = dequantised(self.arrays, *form)
+            self.arrays = quantized(rng, n, k, *form, dtype)
+            self.exact = dequantized(self.arrays, *form)
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, *others = self.arrays

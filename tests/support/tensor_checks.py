@@ -18,7 +18,7 @@ from sim.checks import check
 
 from mlx_paged import ops
 from support import separate_products
-from support.quantised import FORMATS, quantised
+from support.quantized import FORMATS, quantized
 from support.reference import PagedBatch, alibi_slopes, assert_close, make_batch, spans_of, to_numpy
 from support.separate_products import DENSE, Form, Layer, kernel_of, multiply, normal
 from support.simulated import launches, simulated_tensor_units
@@ -87,10 +87,10 @@ def prefill_variants(library: SimLibrary) -> None:
 
 
 @check
-def prefill_of_quantised_pools(library: SimLibrary) -> None:
+def prefill_of_quantized_pools(library: SimLibrary) -> None:
     for name in FORMATS:
         plain = batch_of([20], 4)
-        batch = quantised(plain, name)
+        batch = quantized(plain, name)
         with simulated_tensor_units(library):
             out = batch.attend(plain.plan(), scale=0.125)
             mx.eval(out)

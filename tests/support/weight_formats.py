@@ -32,7 +32,7 @@ def e4m3(x: npt.NDArray[np.int64]) -> Floats:
     return np.where(x & 128, -1.0, 1.0) * np.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
 
 
-def dequantised(arrays: list[mx.array], mode: str, bits: int, group: int) -> Floats:
+def dequantized(arrays: list[mx.array], mode: str, bits: int, group: int) -> Floats:
     """The dequantized values, computed from the formats' definitions."""
     q = values_of(np.array(arrays[0]), bits)
     if mode == "affine":
@@ -43,7 +43,7 @@ def dequantised(arrays: list[mx.array], mode: str, bits: int, group: int) -> Flo
     return (e4m3(q) if mode == "mxfp8" else e2m1(q)) * np.repeat(scale, group, axis=1)
 
 
-def quantised(
+def quantized(
     rng: np.random.Generator, n: int, k: int, mode: str, bits: int, group: int, dtype: mx.Dtype
 ) -> list[mx.array]:
     """Random bits, with scales near one and some zero and denormal ones."""

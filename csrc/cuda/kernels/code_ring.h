@@ -19,8 +19,8 @@ class CodeRows {
   static constexpr int TAIL = tail_bytes(FORMAT, DIM);
   static constexpr int CHUNKS = ROW / 16;      // 16-byte chunks
   static constexpr int AT_ONCE = 32 / CHUNKS;  // rows that a warp copies at once
-  static constexpr int SCALES = QUANTISED_TOKENS * ROW;
-  static constexpr int BYTES = quantised_rows_bytes(FORMAT, DIM);
+  static constexpr int SCALES = QUANTIZED_TOKENS * ROW;
+  static constexpr int BYTES = quantized_rows_bytes(FORMAT, DIM);
   static_assert(AT_ONCE <= 16 && TAIL <= 16, "the lanes do for a tile's scales");
 
   __device__ __forceinline__
@@ -47,7 +47,7 @@ class CodeRows {
       from[i] = codes_ + blocks[i] * block_bytes_ + in_block[i] * pitch_;
     }
 #pragma unroll
-    for (int row = 0; row < QUANTISED_TOKENS; row += AT_ONCE) {
+    for (int row = 0; row < QUANTIZED_TOKENS; row += AT_ONCE) {
       int own = row + lane / CHUNKS;
       copy_async(
           tile + offset(own, lane % CHUNKS), from[row / 16] + row % 16 * pitch_, exists(own),
@@ -76,7 +76,7 @@ class CodeRing {
   typedef CodeRows<KEYS, DIM> Keys;
   typedef CodeRows<VALUES, DIM> Values;
   static constexpr int TILE = Keys::BYTES + Values::BYTES;
-  static constexpr int STAGES = quantised_stages(TILE);
+  static constexpr int STAGES = quantized_stages(TILE);
 
   // Same arguments as KVRing. `first` is a multiple of 32.
   template <typename Seen>

@@ -5,7 +5,7 @@
 // that the others keep their registers. They have the largest tiles only.
 
 #define PAGED_SERVES_ROW_OPTIONS true
-#define PAGED_QUANTISED(params) ((params).key_format != paged::FORMAT_PLAIN)
+#define PAGED_QUANTIZED(params) ((params).key_format != paged::FORMAT_PLAIN)
 #define PAGED_INT4_KEYS(params) ((params).key_format == paged::FORMAT_INT4)
 #define PAGED_INT4_VALUES(params) ((params).value_format == paged::FORMAT_INT4)
 #define PAGED_FP8(params) ((params).key_format == paged::FORMAT_FP8)

@@ -15,7 +15,7 @@ struct StreamMaps {
   CUtensorMap weights[kLinearMaxWeights];
 };
 
-struct QuantisedMaps {
+struct QuantizedMaps {
   struct Weight {
     CUtensorMap codes;
     CUtensorMap scales;

@@ -76,7 +76,7 @@ struct InOrder {
 
 }  // namespace mlx_paged::cuda
 
-// The orders of all weights (code_order in quantised_shape.h). X(..., run, distance of a pair).
+// The orders of all weights (code_order in quantized_shape.h). X(..., run, distance of a pair).
 #define PAGED_FOR_EACH_CODE_ORDER(X, ...) \
   X(__VA_ARGS__, 32, 1)                   \
   X(__VA_ARGS__, 32, 2)                   \

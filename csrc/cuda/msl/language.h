@@ -66,8 +66,8 @@ struct ThreadgroupMemory {
 #define PAGED_UNROLL _Pragma("unroll")
 #define PAGED_SCRATCH = ::metal::ThreadgroupMemory()
 #define PAGED_KERNEL(THREADS) __device__ __forceinline__ void
-#ifndef PAGED_QUANTISED  // files for quantized pools define their own
-#define PAGED_QUANTISED(params) false
+#ifndef PAGED_QUANTIZED  // files for quantized pools define their own
+#define PAGED_QUANTIZED(params) false
 #define PAGED_INT4_KEYS(params) false
 #define PAGED_INT4_VALUES(params) false
 #define PAGED_FP8(params) false

@@ -52,7 +52,7 @@ def memory(
     lengths vary from half to one and a half times their mean. The same
     requests run on mlx-lm with a cache for each user, on its
     BatchGenerator, on the paged engine, and there with prefix sharing
-    and with quantised keys and values.
+    and with quantized keys and values.
     Nothing is computed from shapes: arrays, MLX's memory and blocks are
     read while it runs. Options with LIST may be repeated or take commas.
 

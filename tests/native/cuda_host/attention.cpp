@@ -46,7 +46,7 @@ inline float __fadd_rn(float a, float b) {
 __thread unsigned char shared[fibers::kSharedBytes] __attribute__((aligned(128)));
 
 #define PAGED_DTYPE_bfloat16  // (not read here: kernels are chosen below)
-#include "kernels/paged_decode_quantised.h"
+#include "kernels/paged_decode_quantized.h"
 #include "kernels/paged_decode_tensor.h"
 #include "kernels/merge_splits.h"
 // The planner, whose namespace has its own vectors.
@@ -185,7 +185,7 @@ struct Kernel {
   static int scratch() {
     constexpr int kQueries = COLUMNS * TENSOR_QUERIES;
     return kIsPlain ? tensor_scratch(DIM, kQueries)
-                    : quantised_scratch(KEYS, VALUES, DIM, kQueries);
+                    : quantized_scratch(KEYS, VALUES, DIM, kQueries);
   }
 
   template <typename... Arguments>
@@ -193,7 +193,7 @@ struct Kernel {
     if constexpr (kIsPlain) {
       decode_tensor_entry<T, DIM, COLUMNS>(arguments...);
     } else {
-      decode_quantised_entry<T, DIM, COLUMNS, KEYS, VALUES>(arguments...);
+      decode_quantized_entry<T, DIM, COLUMNS, KEYS, VALUES>(arguments...);
     }
   }
 };
@@ -389,7 +389,7 @@ int main() {
   // Rows beside others and alone, over the end of a block, and of a context in pieces, whose number
   // changes from one row to the next.
   const std::vector<std::pair<int, int>> sequences{{20, 5}, {30, 5}, {7, 1}, {382, 5}, {600, 5}};
-#ifdef QUANTISED
+#ifdef QUANTIZED
   check<__nv_bfloat16, 64, 2, FORMAT_INT8>({"int8", 3, 5, 32, sequences});
   check<__half, 128, 2, FORMAT_INT8, FORMAT_INT4>({"int8 and int4", 3, 5, 16, {{50, 5}, {200, 2}}});
   check<__nv_bfloat16, 64, 2, FORMAT_INT4>({"int4", 4, 4, 16, {{60, 4}, {12, 4}}, 20});

@@ -1,12 +1,12 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels of expert_stream.h and expert_quantised_stream.h (csrc/cuda/kernels) on the CPU
-// (fibers.h), against the bits of linear_stream.h and linear_quantised_stream.h with the matrix of
+// The kernels of expert_stream.h and expert_quantized_stream.h (csrc/cuda/kernels) on the CPU
+// (fibers.h), against the bits of linear_stream.h and linear_quantized_stream.h with the matrix of
 // each pair's expert. Prints a line for each failure, and how many results were compared.
 
 #include "fibers.h"
 
-#include "kernels/expert_quantised_stream.h"
+#include "kernels/expert_quantized_stream.h"
 #include "kernels/expert_stream.h"
 #include "operands.h"
 
@@ -61,7 +61,7 @@ void fill(std::mt19937& rng, Aligned<T>& to) {
   }
 }
 
-// Weights of 16 bits, and of quantised ones of 4 bits in groups of 64.
+// Weights of 16 bits, and of quantized ones of 4 bits in groups of 64.
 template <typename T>
 struct Dense {
   static constexpr int kRows = kStreamRows;
@@ -84,8 +84,8 @@ struct Codes {
   static constexpr CodeFormat kFormat = CodeFormat::affine;
   static constexpr int kBits = 4;
   static constexpr int kGroup = 64;
-  static constexpr int kRows = kQuantisedStreamRows;
-  static constexpr int kThreads = kQuantisedStreamThreads;
+  static constexpr int kRows = kQuantizedStreamRows;
+  static constexpr int kThreads = kQuantizedStreamThreads;
   int n;
   int k;
   Aligned<unsigned int> all;
@@ -119,19 +119,19 @@ struct Codes {
     }
   }
   int scratch(int tiles) const {
-    return quantised_stream_shape(kFormat, kBits, kGroup, tiles, is_whole()).scratch;
+    return quantized_stream_shape(kFormat, kBits, kGroup, tiles, is_whole()).scratch;
   }
   static int alone(int tiles) {
-    return quantised_stream_shape(kFormat, kBits, kGroup, tiles).scratch;
+    return quantized_stream_shape(kFormat, kBits, kGroup, tiles).scratch;
   }
 };
 
 template <typename T>
-void add_codes(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count) {
+void add_codes(QuantizedMaps& maps, int i, const Codes<T>& w, int first, int count) {
   int words = w.k * Codes<T>::kBits / 32;
   maps.weights[i].codes = map_of(
       w.all.data + size_t(first) * w.n * words, 4, w.n * count, words, words,
-      kQuantisedStreamRows / 2, quantised_stream_chunk(Codes<T>::kBits) * Codes<T>::kBits / 32);
+      kQuantizedStreamRows / 2, quantized_stream_chunk(Codes<T>::kBits) * Codes<T>::kBits / 32);
 }
 
 // The maps of some experts' matrices, from expert `first` on.
@@ -142,7 +142,7 @@ void add_map(StreamMaps& maps, int i, const Dense<T>& w, int first, int count) {
 }
 
 template <typename T>
-void add_map(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count) {
+void add_map(QuantizedMaps& maps, int i, const Codes<T>& w, int first, int count) {
   add_codes(maps, i, w, first, count);
   if (w.is_whole()) {
     return;  // (there are none: the kernel must not use them)
@@ -150,7 +150,7 @@ void add_map(QuantisedMaps& maps, int i, const Codes<T>& w, int first, int count
   auto of_groups = [&](const Aligned<T>& a) {
     return map_of(
         a.data + size_t(first) * w.n * w.groups(), 2, w.n * count, w.groups(), w.groups(),
-        kQuantisedStreamRows / 2, 8, false);
+        kQuantizedStreamRows / 2, 8, false);
   };
   maps.weights[i].scales = of_groups(w.scales);
   maps.weights[i].biases = of_groups(w.biases);
@@ -163,12 +163,12 @@ void add_alone(StreamMaps& maps, int i, const Dense<T>& w, int expert) {
 }
 
 template <typename T>
-void add_alone(QuantisedMaps& maps, int i, const Codes<T>& w, int expert) {
+void add_alone(QuantizedMaps& maps, int i, const Codes<T>& w, int expert) {
   add_codes(maps, i, w, expert, 1);
   auto of_groups = [&](const Aligned<T>& a) {
     return map_of(
         a.data + size_t(expert) * w.n * w.stride(), 2, w.n, w.groups(), w.stride(),
-        kQuantisedStreamRows / 2, 8, false);
+        kQuantizedStreamRows / 2, 8, false);
   };
   maps.weights[i].scales = of_groups(w.padded_scales);
   maps.weights[i].biases = of_groups(w.padded_biases);
@@ -186,11 +186,11 @@ template <typename T>
 auto entry(const Codes<T>& w, int tiles) {
   using C = Codes<T>;
   if (w.is_whole()) {
-    return tiles == 1 ? expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1, true>
-                      : expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4, true>;
+    return tiles == 1 ? expert_quantized_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1, true>
+                      : expert_quantized_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4, true>;
   }
-  return tiles == 1 ? expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1, false>
-                    : expert_quantised_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4, false>;
+  return tiles == 1 ? expert_quantized_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 1, false>
+                    : expert_quantized_stream_entry<T, C::kFormat, C::kBits, C::kGroup, 4, false>;
 }
 
 const unsigned char* bytes(const void* p) {
@@ -209,7 +209,7 @@ void call(
 template <typename T>
 void call(
     const Codes<T>& a, const Codes<T>& b, int tiles, const T* x, T* out, const Pairs& v,
-    const ExpertProductParams& params, const QuantisedMaps& maps) {
+    const ExpertProductParams& params, const QuantizedMaps& maps) {
   entry(a, tiles)(
       x, bytes(a.all.data), bytes(a.scales.data), bytes(a.biases.data), a.bias.data,
       bytes(b.all.data), bytes(b.scales.data), bytes(b.biases.data), b.bias.data, out,
@@ -229,10 +229,10 @@ void call_linear(
 template <typename T>
 void call_linear(
     const Codes<T>& a, const Codes<T>& b, int expert, const T* x, T* out, const LinearParams& p,
-    const QuantisedMaps& maps) {
+    const QuantizedMaps& maps) {
   const T* bias[2] = {a.bias.data + expert * a.n, b.bias.data + expert * b.n};
   const unsigned char* none = nullptr;
-  linear_quantised_stream_entry<T, Codes<T>::kFormat, Codes<T>::kBits, Codes<T>::kGroup, 1>(
+  linear_quantized_stream_entry<T, Codes<T>::kFormat, Codes<T>::kBits, Codes<T>::kGroup, 1>(
       x, x, none, none, none, bias[0], out, none, none, none, bias[1], out, none, none, none,
       bias[1], out, nullptr, nullptr, nullptr, nullptr, nullptr, x, x, x, x, x, x, p, maps);
 }
@@ -307,16 +307,16 @@ void test() {
     test<T, D, StreamMaps>(rng, false, 3, 2, 1, 68, 128, true, "downs of few rows");
     // Items that are not full, and several of one expert.
     test<T, D, StreamMaps>(rng, true, 21, 3, 1, 12, 96, false, "gates in items of eight");
-    test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 64, 1408, true, "quantised gates");
-    test<T, C, QuantisedMaps>(rng, false, 3, 2, 1, 128, 768, false, "quantised downs");
+    test<T, C, QuantizedMaps>(rng, true, 3, 2, 1, 64, 1408, true, "quantized gates");
+    test<T, C, QuantizedMaps>(rng, false, 3, 2, 1, 128, 768, false, "quantized downs");
   }
   fibers::copies_at_once = false;
   test<T, D, StreamMaps>(rng, true, 21, 2, 2, 20, 192, false, "gates in items of 16");
   test<T, D, StreamMaps>(rng, false, 40, 3, 4, 20, 64, false, "downs in items of 32");
   test<T, D, StreamMaps>(rng, true, 61, 4, 8, 20, 96, true, "gates in items of 64");
-  test<T, C, QuantisedMaps>(rng, true, 40, 4, 4, 64, 768, false, "quantised gates, items of 32");
-  test<T, C, QuantisedMaps>(rng, false, 40, 4, 4, 12, 512, true, "quantised downs, items of 32");
-  test<T, C, QuantisedMaps>(rng, true, 3, 2, 1, 20, 2048, true, "quantised gates by spans");
+  test<T, C, QuantizedMaps>(rng, true, 40, 4, 4, 64, 768, false, "quantized gates, items of 32");
+  test<T, C, QuantizedMaps>(rng, false, 40, 4, 4, 12, 512, true, "quantized downs, items of 32");
+  test<T, C, QuantizedMaps>(rng, true, 3, 2, 1, 20, 2048, true, "quantized gates by spans");
 }
 
 }  // namespace

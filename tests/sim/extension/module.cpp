@@ -287,7 +287,7 @@ void bind_simulator(nb::module_& m) {
       "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
 
   m.def(
-      "quantised_product_launch",
+      "quantized_product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
          int group_size, const std::string& mode, bool is_gated,
          const std::string& tma) -> std::optional<nb::dict> {
@@ -299,17 +299,17 @@ void bind_simulator(nb::module_& m) {
             {"nvfp4", Format::nvfp4}};
         WeightCodes codes{formats.at(mode), bits, group_size};
         for (int n : outputs) {
-          if (!cuda::serves_quantised(num_rows, n, k, codes, tma_named(tma))) {
+          if (!cuda::serves_quantized(num_rows, n, k, codes, tma_named(tma))) {
             return std::nullopt;
           }
         }
         auto params = product_params(num_rows, outputs, k, is_gated);
         return describe_for_cuda(
-            cuda::quantised_launch(params, product_dtype(dtype), codes, {}, tma_named(tma)));
+            cuda::quantized_launch(params, product_dtype(dtype), codes, {}, tma_named(tma)));
       },
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a, "group_size"_a,
       "mode"_a, "is_gated"_a, "tma"_a,
-      "What NVIDIA's GPUs run for a product with quantised weights, if they have a kernel for it.");
+      "What NVIDIA's GPUs run for a product with quantized weights, if they have a kernel for it.");
 
   m.def(
       "quantized_linear_node",

@@ -1,7 +1,7 @@
 """Products of few rows with quantized weights on an NVIDIA GPU, against MLX's own.
 
-python bench/cuda_quantised.py            # 4 bits in groups of 64: a minute
-python bench/cuda_quantised.py --bits 8
+python bench/cuda_quantized.py            # 4 bits in groups of 64: a minute
+python bench/cuda_quantized.py --bits 8
 
 Measures kernel time like bench/cuda_kernels.py, and rotates through weights so that no cache holds
 them. Each product is first compared with MLX's. Targets for large 4-bit weights: the weights' bytes
@@ -93,7 +93,7 @@ def main() -> None:
         print(f"\n{k} -> {n}, {size / 1e6:.1f} MB")
         print_table(["rows", "kernels", "weights read", "of 4.2 TB/s", "MLX"], rows)
         del made
-    save("quantised-gpu", {"benchmark": "cuda_quantised", "results": results})
+    save("quantized-gpu", {"benchmark": "cuda_quantized", "results": results})
     if missed:
         raise SystemExit(f"failed: slower than asked: {'; '.join(missed)}")
     print("passed: as fast as asked")

@@ -3,7 +3,7 @@
 // Portable attention kernels for quantized pools. They test the pool's format and the bounds at run
 // time; one kernel per combination would take too long to compile.
 
-#define PAGED_QUANTISED(params) true
+#define PAGED_QUANTIZED(params) true
 #define PAGED_INT4_KEYS(params) ((params).key_format == paged::FORMAT_INT4)
 #define PAGED_INT4_VALUES(params) ((params).value_format == paged::FORMAT_INT4)
 #define PAGED_FP8(params) ((params).key_format == paged::FORMAT_FP8)
@@ -21,7 +21,7 @@
 
 template <typename T, int K_DIM, int V_DIM, int QUERIES>
 __global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS)
-    paged_decode_quantised_entry(ATTENTION_PARAMETERS) {
+    paged_decode_quantized_entry(ATTENTION_PARAMETERS) {
   paged::begin_after_kernel_before();
   paged_decode<T, K_DIM, V_DIM, QUERIES, paged::portable_decode_loads(QUERIES)>(
       ATTENTION_ARGUMENTS);
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS)
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM))
-    paged_decode_matrix_quantised_entry(ATTENTION_PARAMETERS) {
+    paged_decode_matrix_quantized_entry(ATTENTION_PARAMETERS) {
   paged::begin_after_kernel_before();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
@@ -37,19 +37,19 @@ __global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
 __global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
-    paged_prefill_quantised_entry(ATTENTION_PARAMETERS) {
+    paged_prefill_quantized_entry(ATTENTION_PARAMETERS) {
   paged::begin_after_kernel_before();
   paged_prefill<T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
       ATTENTION_ARGUMENTS);
 }
 
-#define QUANTISED_ENTRY(host_name, function, ...) \
-  {host_name "_quantised", function##_quantised_entry<__VA_ARGS__>},
+#define QUANTIZED_ENTRY(host_name, function, ...) \
+  {host_name "_quantized", function##_quantized_entry<__VA_ARGS__>},
 
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
-    PORTABLE_FOR_EACH_DECODE(QUANTISED_ENTRY, PAGED_DTYPE)
-    PORTABLE_FOR_EACH_MATRIX(QUANTISED_ENTRY, PAGED_DTYPE)
-    PORTABLE_FOR_EACH_PREFILL(QUANTISED_ENTRY, PAGED_DTYPE)
+    PORTABLE_FOR_EACH_DECODE(QUANTIZED_ENTRY, PAGED_DTYPE)
+    PORTABLE_FOR_EACH_MATRIX(QUANTIZED_ENTRY, PAGED_DTYPE)
+    PORTABLE_FOR_EACH_PREFILL(QUANTIZED_ENTRY, PAGED_DTYPE)
     // clang-format on
 });

@@ -1,4 +1,4 @@
-"""The engine on quantised pools: answers, exact sharing of prefixes, capacity, options."""
+"""The engine on quantized pools: answers, exact sharing of prefixes, capacity, options."""
 
 from __future__ import annotations
 

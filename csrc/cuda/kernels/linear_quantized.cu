@@ -1,9 +1,9 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Instantiates linear_quantised.h, linear_quantised_stream.h and expert_quantised_stream.h for
+// Instantiates linear_quantized.h, linear_quantized_stream.h and expert_quantized_stream.h for
 // weights of PAGED_CODE_BITS bits.
 
-#include "expert_quantised_stream.h"
+#include "expert_quantized_stream.h"
 
 #include "../compiled_kernels.h"
 
@@ -12,16 +12,16 @@ using namespace mlx_paged::cuda;
 #define NAME(kernel, dtype, format, bits, group, tiles) \
   kernel "_" #dtype "_" #format "_" #bits "_" #group "_" #tiles
 #define ROWS(dtype, type, format, bits, group, tiles)           \
-  {NAME("linear_quantised", dtype, format, bits, group, tiles), \
-   linear_quantised_entry<type, CodeFormat::format, bits, group, tiles>},
+  {NAME("linear_quantized", dtype, format, bits, group, tiles), \
+   linear_quantized_entry<type, CodeFormat::format, bits, group, tiles>},
 #define STREAM(dtype, type, format, bits, group, tiles)                \
-  {NAME("linear_quantised_stream", dtype, format, bits, group, tiles), \
-   linear_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles>},
+  {NAME("linear_quantized_stream", dtype, format, bits, group, tiles), \
+   linear_quantized_stream_entry<type, CodeFormat::format, bits, group, tiles>},
 #define EXPERTS(dtype, type, format, bits, group, tiles)                                \
-  {NAME("expert_quantised_stream", dtype, format, bits, group, tiles),                  \
-   expert_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles, false>}, \
-      {NAME("expert_quantised_whole", dtype, format, bits, group, tiles),               \
-       expert_quantised_stream_entry<type, CodeFormat::format, bits, group, tiles, true>},
+  {NAME("expert_quantized_stream", dtype, format, bits, group, tiles),                  \
+   expert_quantized_stream_entry<type, CodeFormat::format, bits, group, tiles, false>}, \
+      {NAME("expert_quantized_whole", dtype, format, bits, group, tiles),               \
+       expert_quantized_stream_entry<type, CodeFormat::format, bits, group, tiles, true>},
 #define TILES(dtype, type, format, bits, group) \
   ROWS(dtype, type, format, bits, group, 1)     \
   ROWS(dtype, type, format, bits, group, 2)     \

@@ -1,6 +1,6 @@
-"""Models on quantised pools: against mlx-lm's dense caches that keep what the codes stand for.
+"""Models on quantized pools: against mlx-lm's dense caches that keep what the codes stand for.
 
-(Later chunks of a prompt read quantised keys and values, so where it is cut changes logits: caches
+(Later chunks of a prompt read quantized keys and values, so where it is cut changes logits: caches
 in 16 bits are no oracle.)
 """
 
@@ -14,7 +14,7 @@ from support import models
 from support.family_configs import VOCAB_SIZE, config_of
 from support.parity import Driver, family_model, mixed_step, relative_difference, relative_rms
 from support.plain import plain_caches
-from support.quantised import FORMATS, holding, quantising
+from support.quantized import FORMATS, holding, quantizing
 
 # isort: split
 import mlx.core as mx
@@ -29,7 +29,7 @@ from mlx_paged.model.wrap import convert_to_paged
 
 # RMS of the logits' difference over that of the logits, against caches that hold the same codes.
 EXACT = 1e-5
-# Against caches that quantise by themselves. Sums are added up in another order there, so a number
+# Against caches that quantize by themselves. Sums are added up in another order there, so a number
 # between two codes may become the other one, which is a large step for few bits.
 TOLERANCE = {"int8": 5e-3, "int8_k_int4_v": 5e-3, "int4": 2e-2, "fp8": 1e-2}
 # Full attention, windows, sinks, soft-caps, recurrent states, dense copies, chunks.
@@ -37,9 +37,9 @@ MODULES = ("llama", "qwen3", "gpt_oss", "gemma2", "gemma3_text", "lfm2", "plamo"
 
 
 @contextmanager
-def dense_caches_that_quantise(name: str, skip: tuple[int, ...] = ()):
+def dense_caches_that_quantize(name: str, skip: tuple[int, ...] = ()):
     with mock.patch.object(
-        models, "plain_caches", lambda model: quantising(plain_caches(model), name, skip)
+        models, "plain_caches", lambda model: quantizing(plain_caches(model), name, skip)
     ):
         yield
 
@@ -49,7 +49,7 @@ def differences(module: str, name: str, skip: tuple[int, ...] = ()) -> dict[str,
     model = family_model(config)
     paged = convert_to_paged(model, module, modes=require_family(config).modes, block_size=16)
     paged.layout = paged.layout.with_kv_format(KV_FORMATS[name], skip)
-    with dense_caches_that_quantise(name, skip):
+    with dense_caches_that_quantize(name, skip):
         return relative_difference(model, Driver(paged), VOCAB_SIZE)
 
 
@@ -57,7 +57,7 @@ def differences(module: str, name: str, skip: tuple[int, ...] = ()) -> dict[str,
     ("module", "name"),
     [(m, "int8") for m in MODULES] + [(m, n) for m in ("llama", "gpt_oss") for n in FORMATS][1:],
 )
-def test_logits_are_those_of_a_dense_cache_that_quantises(module, name) -> None:
+def test_logits_are_those_of_a_dense_cache_that_quantizes(module, name) -> None:
     for sequence, difference in differences(module, name).items():
         assert difference < TOLERANCE[name], sequence
 
@@ -86,7 +86,7 @@ def test_logits_are_those_of_a_dense_cache_that_holds_the_same_codes(module, nam
         assert relative_rms(got, expected) < EXACT, sequence
 
 
-def test_layers_that_are_skipped_are_not_quantised() -> None:
+def test_layers_that_are_skipped_are_not_quantized() -> None:
     for sequence, difference in differences("llama", "int4", (0, 3)).items():
         assert difference < TOLERANCE["int4"], sequence
 

@@ -1,4 +1,4 @@
-"""Products with quantised weights on an NVIDIA GPU, against float64; and as part of programs, whose
+"""Products with quantized weights on an NVIDIA GPU, against float64; and as part of programs, whose
 results have the bits of single products."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mlx_lm.utils import dequantize_model
 from support.gpu_executables import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
 from support.reference import bits
-from support.weight_formats import dequantised, quantised
+from support.weight_formats import dequantized, quantized
 
 from mlx_paged import executables, ops
 from mlx_paged.model import patches
@@ -49,7 +49,7 @@ def multiply(
 def weights(
     rng: np.random.Generator, n: int, k: int, form: tuple[str, int, int], dtype: mx.Dtype
 ) -> list[mx.array]:
-    arrays = quantised(rng, n, k, *form, dtype)
+    arrays = quantized(rng, n, k, *form, dtype)
     if form[0] != "affine":  # results that float16 can hold
         arrays[1] = mx.minimum(arrays[1], 124)
     elif form[1] == 8:
@@ -72,10 +72,10 @@ def fits(out: mx.array, x: mx.array, weight: np.ndarray, bias: mx.array | None =
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_products(rng, form: tuple[str, int, int], dtype: mx.Dtype) -> None:
-    """linear_quantised scales sums; linear_quantised_stream rounds weights to the dtype."""
+    """linear_quantized scales sums; linear_quantized_stream rounds weights to the dtype."""
     for n, k in SHAPES:
         arrays = weights(rng, n, k, form, dtype)
-        weight = dequantised(arrays, *form)
+        weight = dequantized(arrays, *form)
         numbers = weight, exact(mx.array(weight.astype(np.float32)).astype(dtype))
         which = set()
         for rows in (r for r in ROWS if r <= 64 or k >= 3072):  # MLX has others
@@ -110,7 +110,7 @@ def test_a_row_has_the_same_bits_in_any_company(rng, k: int, form, dtype: mx.Dty
 def test_what_no_kernel_serves_is_mlxs(rng) -> None:
     form = ("affine", 4, 64)
     arrays = weights(rng, 48, 128, form, mx.float16)
-    weight = dequantised(arrays, *form)
+    weight = dequantized(arrays, *form)
     for rows, dtype in ((65, mx.float16), (3, mx.float32)):
         x = mx.random.normal((rows, 128)).astype(dtype)
         np.testing.assert_allclose(
@@ -210,7 +210,7 @@ def test_values_in_the_order_of_codes(rng, form, rows: int, dtype: mx.Dtype) -> 
 
 @pytest.mark.parametrize("rows", [1, 8, 17, 40, 130])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_steps_of_a_quantised_model(rng, family: str, rows: int) -> None:
+def test_steps_of_a_quantized_model(rng, family: str, rows: int) -> None:
     """One program, embeddings and the LM head included. Its logits are as near to those of the same
     weights in float32 as its graph's: these models are sharpened, so that roundings, which differ
     where products of one input are one launch, grow to some percent of them."""

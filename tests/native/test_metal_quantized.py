@@ -1,4 +1,4 @@
-"""Quantised pools on the simulated GPU: attention against the oracle on what codes stand for.
+"""Quantized pools on the simulated GPU: attention against the oracle on what codes stand for.
 
 (`support/metal_checks.py` has writing and gathering.)
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.quantised import (
+from support.quantized import (
     FORMATS,
-    QuantisedBatch,
-    quantised,
+    QuantizedBatch,
+    quantized,
 )
 from support.reference import alibi_slopes, assert_close, make_batch, spans_of
 from support.simulated import launches, needs_simulator, simulated
@@ -29,7 +29,7 @@ def int32(values: object) -> mx.array:
 
 
 def attend(
-    batch: QuantisedBatch, plan: ops.AttentionPlan | None = None, **options: object
+    batch: QuantizedBatch, plan: ops.AttentionPlan | None = None, **options: object
 ) -> mx.array:
     with simulated():
         out = batch.attend(plan, **options)
@@ -55,7 +55,7 @@ DIMS = {"decode": (192, 128), "decode_matrix": (128, 128), "prefill": (128, 128)
 def test_attention(rng, name, kind) -> None:
     query_lens, (q_heads, kv_heads) = KINDS[kind]
     dtype = DTYPES[kind]
-    batch = quantised(
+    batch = quantized(
         make_batch(
             rng, [70, 50], query_lens, num_q_heads=q_heads, num_kv_heads=kv_heads,
             key_dim=DIMS[kind][0], value_dim=DIMS[kind][1], dtype=dtype,
@@ -74,7 +74,7 @@ def test_windows_sinks_caps_bounds_and_splits(rng, kind) -> None:
     bounds = None
     if kind == "prefill":
         bounds = spans_of([70, 50], query_lens, [[(35, 45)], []])
-    batch = quantised(
+    batch = quantized(
         make_batch(
             rng, [70, 50], query_lens, num_q_heads=q_heads, num_kv_heads=kv_heads, key_dim=64,
             window=20, bounds=bounds,

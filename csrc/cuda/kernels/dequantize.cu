@@ -3,16 +3,16 @@
 // Dequantizes rows of an embedding. MLX's own dequantize is a graph node that no step can capture.
 
 #include "../compiled_kernels.h"
-#include "../quantised_shape.h"
+#include "../quantized_shape.h"
 #include "linear_math.h"
 
 using namespace mlx_paged::cuda;
 
 // Computes code * scale + bias, rounded as two operations of T. Grid: chunks of eight elements.
 template <typename T>
-__global__ void dequantise_rows_entry(
+__global__ void dequantize_rows_entry(
     const unsigned int* codes, const T* scales, const T* biases, T* out,
-    const __grid_constant__ DequantiseParams params) {
+    const __grid_constant__ DequantizeParams params) {
   paged::begin_after_kernel_before();
   const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
   if (chunk >= params.num_chunks) {
@@ -38,6 +38,6 @@ __global__ void dequantise_rows_entry(
 }
 
 static const bool added = add_kernels({
-    {"dequantise_rows_float16", dequantise_rows_entry<__half>},
-    {"dequantise_rows_bfloat16", dequantise_rows_entry<__nv_bfloat16>},
+    {"dequantize_rows_float16", dequantize_rows_entry<__half>},
+    {"dequantize_rows_bfloat16", dequantize_rows_entry<__nv_bfloat16>},
 });

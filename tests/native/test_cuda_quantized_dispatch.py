@@ -19,36 +19,36 @@ pytestmark = needs_sim_extension
 def launch_of(rows: int, outputs: list[int], k: int, **options: Any) -> dict[str, Any] | None:
     given = {"dtype": "bfloat16", "bits": 4, "group_size": 64, "mode": "affine"}
     given |= {"is_gated": False, "tma": "any"}
-    return sim_ext.quantised_product_launch(rows, outputs, k, **(given | options))
+    return sim_ext.quantized_product_launch(rows, outputs, k, **(given | options))
 
 
 @pytest.mark.parametrize(
     ("rows", "tma", "kernel", "grid"),
     [
-        (1, "any", "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
-        (8, "any", "linear_quantised_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
-        (9, "any", "linear_quantised_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
-        (17, "any", "linear_quantised_stream_bfloat16_affine_4_64_4", (128, 1, 1)),
-        (33, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
-        (64, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
-        (16, "wgmma", "linear_quantised_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
-        (17, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_4", (128, 1, 1)),
-        (64, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_8", (128, 1, 1)),
-        (8, "none", "linear_quantised_bfloat16_affine_4_64_1", (256, 1, 1)),
-        (9, "none", "linear_quantised_bfloat16_affine_4_64_2", (256, 1, 1)),
-        (33, "small", "linear_quantised_bfloat16_affine_4_64_2", (256, 3, 1)),
+        (1, "any", "linear_quantized_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
+        (8, "any", "linear_quantized_stream_bfloat16_affine_4_64_1", (128, 1, 1)),
+        (9, "any", "linear_quantized_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
+        (17, "any", "linear_quantized_stream_bfloat16_affine_4_64_4", (128, 1, 1)),
+        (33, "any", "linear_quantized_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (64, "any", "linear_quantized_stream_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (16, "wgmma", "linear_quantized_stream_bfloat16_affine_4_64_2", (128, 1, 1)),
+        (17, "wgmma", "linear_quantized_wgmma_bfloat16_affine_4_64_4", (128, 1, 1)),
+        (64, "wgmma", "linear_quantized_wgmma_bfloat16_affine_4_64_8", (128, 1, 1)),
+        (8, "none", "linear_quantized_bfloat16_affine_4_64_1", (256, 1, 1)),
+        (9, "none", "linear_quantized_bfloat16_affine_4_64_2", (256, 1, 1)),
+        (33, "small", "linear_quantized_bfloat16_affine_4_64_2", (256, 3, 1)),
         # More rows are divided among blocks.
-        (65, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 2, 1)),
-        (65, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 1, 1)),
-        (129, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 2, 1)),
-        (512, "any", "linear_quantised_stream_bfloat16_affine_4_64_8", (128, 8, 1)),
-        (8192, "wgmma", "linear_quantised_wgmma_bfloat16_affine_4_64_16", (128, 64, 1)),
+        (65, "any", "linear_quantized_stream_bfloat16_affine_4_64_8", (128, 2, 1)),
+        (65, "wgmma", "linear_quantized_wgmma_bfloat16_affine_4_64_16", (128, 1, 1)),
+        (129, "wgmma", "linear_quantized_wgmma_bfloat16_affine_4_64_16", (128, 2, 1)),
+        (512, "any", "linear_quantized_stream_bfloat16_affine_4_64_8", (128, 8, 1)),
+        (8192, "wgmma", "linear_quantized_wgmma_bfloat16_affine_4_64_16", (128, 64, 1)),
     ],
 )
 def test_the_kernel_for_so_many_rows(rows: int, tma: str, kernel: str, grid: Any) -> None:
     launch = launch_of(rows, [4096], 4096, tma=tma)
     clusters = tma in ("any", "wgmma")
-    copies_alone = "linear_quantised_stream" in kernel  # a warp
+    copies_alone = "linear_quantized_stream" in kernel  # a warp
     assert launch and launch["kernel"] == kernel and launch["grid"] == grid
     assert launch["cluster"] == (4 if clusters else 0)  # of 32 tiles of 128 rows
     assert launch["threadgroup"] == ((288 if copies_alone else 256), 1, 1)
@@ -120,7 +120,7 @@ def test_what_the_copy_engine_is_told() -> None:
 def test_rows_of_scales_that_the_copy_engine_cannot_read() -> None:
     for group, k in ((32, 4096 + 128), (64, 4096 + 256), (128, 4096 + 512)):
         launch = launch_of(33, [512], k, group_size=group)
-        assert launch["kernel"] == f"linear_quantised_bfloat16_affine_4_{group}_2"
+        assert launch["kernel"] == f"linear_quantized_bfloat16_affine_4_{group}_2"
         assert launch["cluster"] == 0 and not launch["maps"]
 
 
@@ -175,7 +175,7 @@ Layer = Callable[[mx.array], mx.array]
 
 
 def weight_of(n: int, k: int, bits: int = 4, group: int = 64) -> Layer:
-    """A layer with a quantised weight and a bias."""
+    """A layer with a quantized weight and a bias."""
     weight = mx.random.normal((n, k)).astype(mx.bfloat16)
     arrays = mx.quantize(weight, group_size=group, bits=bits)
     bias = mx.zeros(n, mx.bfloat16)
@@ -209,7 +209,7 @@ def params_of(launch: dict[str, Any]) -> dict[str, int]:
     return dict(zip(names, np.frombuffer(launch["constants"], np.int32).tolist(), strict=True))
 
 
-KERNEL = "linear_quantised_bfloat16_affine_4_64_1"
+KERNEL = "linear_quantized_bfloat16_affine_4_64_1"
 
 
 def test_a_residual_is_part_of_a_product() -> None:
@@ -230,13 +230,13 @@ def test_a_residual_is_part_of_a_product() -> None:
 def test_gate_and_up_are_one_launch() -> None:
     gate, up = weight_of(320, 256), weight_of(320, 256)
     [launch] = launches_of(lambda x: [ops.silu_mul(gate(x), up(x))], rows=40)
-    assert launch["kernel"] == "linear_quantised_bfloat16_affine_4_64_2"
+    assert launch["kernel"] == "linear_quantized_bfloat16_affine_4_64_2"
     params = params_of(launch)
     assert params["is_gated"] == 1 and params["num_weights"] == 2 and params["num_rows"] == 40
     assert launch["grid"] == (40, 3, 1)  # of eight rows of each, for sixteen of x
     wide = [weight_of(320, 512) for _ in range(2)]
     [launch] = launches_of(lambda x: [ops.silu_mul(wide[0](x), wide[1](x))], rows=40, k=512)
-    assert launch["kernel"] == "linear_quantised_stream_bfloat16_affine_4_64_8"
+    assert launch["kernel"] == "linear_quantized_stream_bfloat16_affine_4_64_8"
     assert launch["grid"] == (5, 1, 1)  # of 64 rows of each
 
 
@@ -499,11 +499,11 @@ def test_norms_of_shorter_rows_than_products_read() -> None:
 def test_scales_that_the_copy_engine_cannot_read() -> None:
     small = weight_of(64, 256)
     launches = launches_of(lambda x: [small(ops.rms_norm(x, None, 1e-5))], 32, 256, "wgmma")
-    assert launches[1]["kernel"] == "linear_quantised_bfloat16_affine_4_64_2"
+    assert launches[1]["kernel"] == "linear_quantized_bfloat16_affine_4_64_2"
     assert orders_of(launches) == [None, (False, None)]
 
 
-def test_gates_with_weights_of_16_bits_before_quantised_ones() -> None:
+def test_gates_with_weights_of_16_bits_before_quantized_ones() -> None:
     mlp, gate, up = Mlp(), dense(N, K), dense(N, K)
 
     def build(x: mx.array) -> list[mx.array]:

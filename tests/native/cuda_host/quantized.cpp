@@ -1,13 +1,13 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// The kernels of linear_quantised.h and linear_quantised_stream.h (csrc/cuda/kernels) on the CPU
+// The kernels of linear_quantized.h and linear_quantized_stream.h (csrc/cuda/kernels) on the CPU
 // (fibers.h), against float64. Prints a line for each failure, and how many products were compared.
 
 #include <optional>
 
 #include "fibers.h"
 
-#include "kernels/linear_quantised_stream.h"
+#include "kernels/linear_quantized_stream.h"
 #include "operands.h"
 
 using namespace mlx_paged::cuda;
@@ -35,7 +35,7 @@ struct Weight {
   Aligned<unsigned char> biases;
   Aligned<T> bias;
   std::vector<double> exact;
-  std::vector<double> rounded;  // to T: what linear_quantised_stream multiplies
+  std::vector<double> rounded;  // to T: what linear_quantized_stream multiplies
 
   Weight(std::mt19937& rng, int n, int k)
       : n(n),
@@ -90,7 +90,7 @@ struct Case {
   Kind kind;
   int rows;
   int tiles;
-  int cluster;           // blocks of linear_quantised_stream's; 0: linear_quantised
+  int cluster;           // blocks of linear_quantized_stream's; 0: linear_quantized
   bool extras;           // biases and a residual
   bool wgmma = false;    // products of four warps
   bool ordered = false;  // x and the results of gates are in the order of codes
@@ -185,7 +185,7 @@ struct Product {
     auto codes = [&](size_t i) {
       return reinterpret_cast<const unsigned char*>(weights[of(i)]->codes.data);
     };
-    int tile = c.cluster ? kQuantisedStreamRows : kQuantisedRows;
+    int tile = c.cluster ? kQuantizedStreamRows : kQuantizedRows;
     tile /= p.is_gated ? 2 : 1;
     int blocks = 0;
     for (int i = 0; i < (p.is_gated ? 1 : p.num_weights); i++) {
@@ -203,27 +203,27 @@ struct Product {
           adapters ? &adapters->finished : nullptr, a(0), a(1), a(2), b(0), b(1), b(2), p);
     };
     if (c.cluster) {
-      auto kernel = c.tiles == 1   ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 1>
-                    : c.tiles == 2 ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 2>
-                    : c.tiles == 4 ? linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 4>
-                                   : linear_quantised_stream_entry<T, FORMAT, BITS, GROUP, 8>;
+      auto kernel = c.tiles == 1   ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 1>
+                    : c.tiles == 2 ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 2>
+                    : c.tiles == 4 ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 4>
+                                   : linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 8>;
       if (c.wgmma) {
-        kernel = c.tiles == 4 ? linear_quantised_wgmma_entry<T, FORMAT, BITS, GROUP, 4>
-                 : c.tiles == 8 ? linear_quantised_wgmma_entry<T, FORMAT, BITS, GROUP, 8>
-                                : linear_quantised_wgmma_entry<T, FORMAT, BITS, GROUP, 16>;
+        kernel = c.tiles == 4 ? linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 4>
+                 : c.tiles == 8 ? linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 8>
+                                : linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 16>;
       }
-      QuantisedMaps maps = maps_of(c);
-      int threads = c.wgmma ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
-      int scratch = quantised_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
+      QuantizedMaps maps = maps_of(c);
+      int threads = c.wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads;
+      int scratch = quantized_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
       int x = p.adapters.num_blocks + blocks * c.cluster;
       int y = (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
       fibers::run_grid(x, y, threads, scratch, c.cluster, [&] {
         with_arguments([&](auto... arguments) { kernel(arguments..., maps); });
       });
     } else {
-      auto kernel = c.tiles == 1 ? linear_quantised_entry<T, FORMAT, BITS, GROUP, 1>
-                                 : linear_quantised_entry<T, FORMAT, BITS, GROUP, 2>;
-      int scratch = quantised_rows_shape(FORMAT, BITS, GROUP, c.tiles).scratch;
+      auto kernel = c.tiles == 1 ? linear_quantized_entry<T, FORMAT, BITS, GROUP, 1>
+                                 : linear_quantized_entry<T, FORMAT, BITS, GROUP, 2>;
+      int scratch = quantized_rows_shape(FORMAT, BITS, GROUP, c.tiles).scratch;
       int y = (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
       fibers::run_grid(blocks, y, 32 * kLinearParts, scratch, 1, [&] {
         with_arguments([&](auto... arguments) { kernel(arguments...); });
@@ -245,17 +245,17 @@ struct Product {
   }
 
   // As products.cpp describes them.
-  QuantisedMaps maps_of(const Case& c) {
+  QuantizedMaps maps_of(const Case& c) {
     constexpr int kScaleBytes = FORMAT == CodeFormat::affine ? 2 : 1;
-    QuantisedMaps maps{};
+    QuantizedMaps maps{};
     maps.x = map_of(given_x, 2, c.rows, k, stride, 8 * c.tiles, 64, true);
     for (size_t i = 0; i < weights.size(); i++) {
       const W& w = *weights[i];
-      int box_rows = kQuantisedStreamRows / 2;
+      int box_rows = kQuantizedStreamRows / 2;
       int words = k * BITS / 32;
       maps.weights[i].codes = map_of(
-          w.codes.data, 4, w.n, words, words, box_rows, quantised_stream_chunk(BITS) * BITS / 32,
-          quantised_stream_swizzles(BITS));
+          w.codes.data, 4, w.n, words, words, box_rows, quantized_stream_chunk(BITS) * BITS / 32,
+          quantized_stream_swizzles(BITS));
       auto scales = [&](const void* data) {
         return map_of(
             data, kScaleBytes, w.n, k / GROUP, k / GROUP, box_rows, 16 / kScaleBytes, false);
@@ -358,11 +358,11 @@ void test(const char* dtype, bool all) {
     // There are more turns than stages: each stage is used again.
     constexpr int kMostStages = 4;
     constexpr int kChunk = GROUP > 64 ? 256 : 128;
-    static_assert(quantised_rows_shape(FORMAT, BITS, GROUP, 1).stages <= kMostStages);
+    static_assert(quantized_rows_shape(FORMAT, BITS, GROUP, 1).stages <= kMostStages);
     int k = (kMostStages * kLinearParts + 1) * kChunk;
     Product<T, FORMAT, BITS, GROUP> p(rng, Kind::plain, {18}, k);
     Product<T, FORMAT, BITS, GROUP> stream(rng, Kind::plain, {18}, 3072);
-    static_assert(quantised_stream_shape(FORMAT, BITS, GROUP, 1).stages <= 12);
+    static_assert(quantized_stream_shape(FORMAT, BITS, GROUP, 1).stages <= 12);
     auto late = p.run({Kind::plain, 2, 1, 0, false}, name + ", long");
     auto late_stream = stream.run({Kind::plain, 9, 2, 1, false}, name + ", long stream");
     auto late_of_two = stream.run({Kind::plain, 2, 1, 2, false}, name + ", long stream of two");

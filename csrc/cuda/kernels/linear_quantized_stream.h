@@ -3,7 +3,7 @@
 // linear_stream for weights from mx.quantize. A producer warp has the copy engine (TMA) stream
 // codes, scales and x through a ring in shared memory; consumer warps multiply.
 //
-// Unlike linear_quantised.h, this scales codes in 16 bits with one rounding, as prefill does when
+// Unlike linear_quantized.h, this scales codes in 16 bits with one rounding, as prefill does when
 // it dequantizes weights: scaling the sums instead would cost work for each row of x.
 
 #pragma once
@@ -11,7 +11,7 @@
 #include "adapter_blocks.h"
 #include "copy_ring.h"
 #include "linear_adapters.h"
-#include "linear_quantised.h"
+#include "linear_quantized.h"
 #include "ordered_rows.h"
 #include "warpgroup.h"
 
@@ -25,22 +25,22 @@ namespace mlx_paged::cuda {
 template <
     typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE = false,
     bool WGMMA = false>
-struct QuantisedStream {
-  static constexpr int kRows = kQuantisedStreamRows;
-  static constexpr int kChunk = quantised_stream_chunk(BITS);
-  static constexpr QuantisedStreamShape kShape =
-      quantised_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE, WGMMA);
-  static constexpr int kSpan = WHOLE ? 1 << 20 : quantised_stream_span(FORMAT, BITS, GROUP);
+struct QuantizedStream {
+  static constexpr int kRows = kQuantizedStreamRows;
+  static constexpr int kChunk = quantized_stream_chunk(BITS);
+  static constexpr QuantizedStreamShape kShape =
+      quantized_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE, WGMMA);
+  static constexpr int kSpan = WHOLE ? 1 << 20 : quantized_stream_span(FORMAT, BITS, GROUP);
   static constexpr int kRowBytes = kChunk * BITS / 8;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
   static constexpr int kScaleBytes = kHasBiases ? 2 : 1;
   static constexpr int kScaleArrays = kHasBiases ? 2 : 1;
   static constexpr int kMultipliers = 8;  // warps
-  static constexpr int kThreads = WGMMA ? kQuantisedWgmmaThreads : kQuantisedStreamThreads;
+  static constexpr int kThreads = WGMMA ? kQuantizedWgmmaThreads : kQuantizedStreamThreads;
   static constexpr int kXBox = 64;  // columns
   static constexpr int kXBoxBytes = 8 * TILES * kXBox * 2;
   static constexpr int kXBytes = kChunk / kXBox * kXBoxBytes;
-  static constexpr int kRun = quantised_stream_run(GROUP);
+  static constexpr int kRun = quantized_stream_run(GROUP);
   static constexpr int kRuns = kChunk / kRun;
   static constexpr int kRunsOfWarp = kRuns / 2;  // adjacent runs
   static constexpr int kGroupsOfWarp = kRunsOfWarp * kRun < GROUP ? 1 : kRunsOfWarp * kRun / GROUP;
@@ -48,8 +48,8 @@ struct QuantisedStream {
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
   using Sums = float[2][TILES][4];
   using Adapters = AddedAdapters<T, kRows, TILES, kThreads / 32>;
-  static constexpr int kResultBytes = 8 * TILES * kQuantisedStreamPitch * 4;
-  static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantisedStreamBytes);
+  static constexpr int kResultBytes = 8 * TILES * kQuantizedStreamPitch * 4;
+  static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantizedStreamBytes);
 
   const unsigned int stages;  // address in shared memory
   const CopyRing<kShape.stages> ring;
@@ -62,7 +62,7 @@ struct QuantisedStream {
   int whole_pitch;  // bytes between the scales of consecutive rows
   int last_group;
 
-  __device__ __forceinline__ QuantisedStream(const LinearParams& params, unsigned int shared)
+  __device__ __forceinline__ QuantizedStream(const LinearParams& params, unsigned int shared)
       : stages(shared),
         ring{stages + kShape.barriers},
         num_ranks(cluster_size()),
@@ -74,7 +74,7 @@ struct QuantisedStream {
 
   // A block that computes a tile of the first weight alone, without a cluster.
   __device__ __forceinline__
-  QuantisedStream(const LinearParams& params, unsigned int shared, int tile)
+  QuantizedStream(const LinearParams& params, unsigned int shared, int tile)
       : stages(shared),
         ring{stages + kShape.barriers},
         num_ranks(1),
@@ -156,15 +156,15 @@ struct QuantisedStream {
   // First rows of a tile, which spans two runs of a weight: gate and up, or the halves of a head.
   // The weight starts at row `first_row` of its arrays.
   struct Sources {
-    const QuantisedMaps::Weight* low;
-    const QuantisedMaps::Weight* high;
+    const QuantizedMaps::Weight* low;
+    const QuantizedMaps::Weight* high;
     int low_row;
     int high_row;
     bool high_is_up;
   };
 
   __device__ __forceinline__ Sources
-  sources_of(const LinearParams& params, const QuantisedMaps& maps, int first_row) const {
+  sources_of(const LinearParams& params, const QuantizedMaps& maps, int first_row) const {
     const TileRow low = row_of_tile<kRows, kRows>(params, tile_of_weight, 0);
     const TileRow high = row_of_tile<kRows, kRows>(params, tile_of_weight, kRows / 2);
     const auto* of_low = &maps.weights[which];
@@ -223,7 +223,7 @@ struct QuantisedStream {
   // is_bias)` returns the start of an array.
   template <typename Scales, typename Wait, typename CopyX>
   __device__ __forceinline__ void copy(
-      const LinearParams& params, const QuantisedMaps& maps, int first_row, int x_bytes, int lane,
+      const LinearParams& params, const QuantizedMaps& maps, int first_row, int x_bytes, int lane,
       Scales scales_of_part, Wait wait_for_x, CopyX copy_x) const {
     const Sources from = sources_of(params, maps, first_row);
     auto copy_of_weight = [&](const Turn& turn) {
@@ -521,7 +521,7 @@ struct QuantisedStream {
             for (int i = 0; i < 4; i++) {
               const int at = t * 8 + lane % 4 * 2 + i % 2;
               const int output = first_row() + m * 16 + i / 2 * 8 + lane / 4;
-              float& result = results[at * kQuantisedStreamPitch + output];
+              float& result = results[at * kQuantizedStreamPitch + output];
               const float sum = sums[m][t][i] * Scaling<Group>::kPerSum;
               result = of_pair == 1 ? sum : sum + result;
             }
@@ -592,7 +592,7 @@ struct QuantisedStream {
       const int* slots, float* results) const {
     static_assert(kResultBytes + Adapters::kBytes <= kShape.barriers);
     if (params.adapters.count > 0) {
-      adapters_of(params, adapters).add(results, kQuantisedStreamPitch, stages + kResultBytes);
+      adapters_of(params, adapters).add(results, kQuantizedStreamPitch, stages + kResultBytes);
     }
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
@@ -601,9 +601,9 @@ struct QuantisedStream {
         rank * kThreads + threadIdx.x, num_ranks * kThreads,
         [&](int at, int output) {
           if (num_ranks == 1) {
-            return *reinterpret_cast<const float4*>(results + at * kQuantisedStreamPitch + output);
+            return *reinterpret_cast<const float4*>(results + at * kQuantizedStreamPitch + output);
           }
-          const unsigned int address = stages + (at * kQuantisedStreamPitch + output) * 4;
+          const unsigned int address = stages + (at * kQuantizedStreamPitch + output) * 4;
           float4 sum[kLinearParts];
 #pragma unroll
           for (int r = 0; r < kLinearParts; r++) {
@@ -616,7 +616,7 @@ struct QuantisedStream {
 
  private:
   static constexpr int kRunBytes = kRun * BITS / 8;
-  static constexpr bool kSwizzles = quantised_stream_swizzles(BITS);
+  static constexpr bool kSwizzles = quantized_stream_swizzles(BITS);
 
   // Offset of a lane's codes of a run within a row, or of the run if codes do not start at a word.
   __device__ __forceinline__ static unsigned int codes_in_row(int run, int row, int column) {
@@ -664,13 +664,13 @@ struct QuantisedStream {
 // TILES: tiles of eight rows of x. Grid: (weight tiles x blocks per cluster, x rows). A launch with
 // adapters has one block along y.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
-    linear_quantised_stream_entry(
-        QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+__global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_blocks(TILES))
+    linear_quantized_stream_entry(
+        QUANTIZED_PARAMETERS, const __grid_constant__ QuantizedMaps maps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES>;
+  using Stream = QuantizedStream<T, FORMAT, BITS, GROUP, TILES>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
   if (Stream::multiply_adapters(x, params, adapter_operands, shared)) {
     return;
@@ -699,12 +699,12 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
 // blocks of eight warps leave 128 registers per thread, two of nine would leave 96. One block of 16
 // tiles has as many sums.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(kQuantisedWgmmaThreads, quantised_wgmma_blocks(TILES))
-    linear_quantised_wgmma_entry(QUANTISED_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+__global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks(TILES))
+    linear_quantized_wgmma_entry(QUANTIZED_PARAMETERS, const __grid_constant__ QuantizedMaps maps) {
 #ifdef PAGED_HAS_WGMMA
-  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
+  using Stream = QuantizedStream<T, FORMAT, BITS, GROUP, TILES, false, true>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
   if (Stream::multiply_adapters(x, params, adapter_operands, shared)) {
     return;

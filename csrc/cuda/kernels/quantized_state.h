@@ -22,12 +22,12 @@ namespace paged {
 
 // COLUMNS: tiles of 8 queries, rotated as keys are. KEYS, VALUES: formats.
 template <typename T, int DIM, int COLUMNS, int KEYS, int VALUES>
-struct QuantisedState {
+struct QuantizedState {
   typedef CodeRing<KEYS, VALUES, DIM> Ring;
   typedef KeyCodes<KEYS> Key;
   typedef ValueCodes<VALUES> Value;
   static constexpr int SLICES = DIM / 16;
-  static constexpr int TILES = QUANTISED_TOKENS / 16;
+  static constexpr int TILES = QUANTIZED_TOKENS / 16;
   static constexpr int GROUPS = DIM / 32;      // int4 groups
   static constexpr int WEIGHTS_EXPONENT = 12;  // weights reach 2^12
 
@@ -39,7 +39,7 @@ struct QuantisedState {
   KeyRange keys[COLUMNS][2];
 
   template <typename Query, typename Keys>
-  __device__ __forceinline__ QuantisedState(Query query_of, Keys keys_of, int lane) {
+  __device__ __forceinline__ QuantizedState(Query query_of, Keys keys_of, int lane) {
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
       load_query(n, query_of(n * TENSOR_QUERIES + lane / 4), lane);
@@ -62,7 +62,7 @@ struct QuantisedState {
   __device__ __forceinline__ void attend(
       unsigned int tile, int first, KeyRange seen, const AttentionParams& params, int lane) {
     unsigned int values = tile + Ring::Keys::BYTES;
-    if (Ring::Values::TAIL > 0 && (first < seen.begin || first + QUANTISED_TOKENS > seen.end)) {
+    if (Ring::Values::TAIL > 0 && (first < seen.begin || first + QUANTIZED_TOKENS > seen.end)) {
       hide_scales(values + Ring::Values::SCALES, first + lane, seen, lane);
     }
     FragmentD logits[COLUMNS][TILES];

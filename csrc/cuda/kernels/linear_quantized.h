@@ -7,49 +7,49 @@
 #pragma once
 
 #include "linear_finish.h"
-#include "quantised_weights.h"
+#include "packed_weights.h"
 
 namespace mlx_paged::cuda {
 
 // Operands and output of one weight of a launch.
-#define QUANTISED_WEIGHT(i)                                                                  \
+#define QUANTIZED_WEIGHT(i)                                                                  \
   const unsigned char* __restrict__ codes_##i, const unsigned char* __restrict__ scales_##i, \
       const unsigned char* __restrict__ biases_##i, const T* __restrict__ bias_##i, T* out_##i
 
-#define QUANTISED_PARAMETERS                                                            \
-  const T *__restrict__ x, const T *residual, QUANTISED_WEIGHT(0), QUANTISED_WEIGHT(1), \
-      QUANTISED_WEIGHT(2), const float *rotations, const int *__restrict__ slots,       \
+#define QUANTIZED_PARAMETERS                                                            \
+  const T *__restrict__ x, const T *residual, QUANTIZED_WEIGHT(0), QUANTIZED_WEIGHT(1), \
+      QUANTIZED_WEIGHT(2), const float *rotations, const int *__restrict__ slots,       \
       ADAPTER_PARAMETERS, const __grid_constant__ LinearParams params
 
-#define QUANTISED_PARTS                                            \
+#define QUANTIZED_PARTS                                            \
   {{nullptr, bias_0, out_0, params.n[0], params.has_bias[0] != 0}, \
    {nullptr, bias_1, out_1, params.n[1], params.has_bias[1] != 0}, \
    {nullptr, bias_2, out_2, params.n[2], params.has_bias[2] != 0}}
 
-// The weight rows of the tile from `first` on; the callback that QuantisedStage::Sources takes.
-#define QUANTISED_ROWS_OF(tile, first)                                         \
-  [&](int& row) -> QuantisedRowsOf {                                           \
+// The weight rows of the tile from `first` on; the callback that QuantizedStage::Sources takes.
+#define QUANTIZED_ROWS_OF(tile, first)                                         \
+  [&](int& row) -> QuantizedRowsOf {                                           \
     const TileRow at = row_of_tile<kRows, kUnit>(params, tile, (first) + row); \
     const int weight = at.is_up ? 1 : which;                                   \
     row = min(at.of_weight, n - 1);                                            \
-    return weight == 0   ? QuantisedRowsOf{codes_0, scales_0, biases_0}        \
-           : weight == 1 ? QuantisedRowsOf{codes_1, scales_1, biases_1}        \
-                         : QuantisedRowsOf{codes_2, scales_2, biases_2};       \
+    return weight == 0   ? QuantizedRowsOf{codes_0, scales_0, biases_0}        \
+           : weight == 1 ? QuantizedRowsOf{codes_1, scales_1, biases_1}        \
+                         : QuantizedRowsOf{codes_2, scales_2, biases_2};       \
   }
 
 // Each warp multiplies all columns of its part by 16 rows of the weight. x goes straight to
 // registers, in TILES tiles of 8 rows. Grid: (weight rows, x rows).
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES>
-__global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
-    linear_quantised_entry(QUANTISED_PARAMETERS) {
-  using Stage = QuantisedStage<T, FORMAT, BITS, GROUP>;
+__global__ void __launch_bounds__(32 * kLinearParts, quantized_blocks(TILES))
+    linear_quantized_entry(QUANTIZED_PARAMETERS) {
+  using Stage = QuantizedStage<T, FORMAT, BITS, GROUP>;
   using Group = typename Stage::Group;
-  constexpr int kRows = kQuantisedRows;
+  constexpr int kRows = kQuantizedRows;
   constexpr int kUnit = kRows;
-  constexpr int kStages = quantised_rows_shape(FORMAT, BITS, GROUP, TILES).stages;
+  constexpr int kStages = quantized_rows_shape(FORMAT, BITS, GROUP, TILES).stages;
   constexpr int kPieces = Group::kColumns / 8;  // 16-byte pieces of x in a lane's share of a group
   extern __shared__ __align__(1024) unsigned char shared[];
-  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTISED_PARTS;
+  const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   int tile = blockIdx.x;
   const int which = weight_of_block(params, params.is_gated ? kRows / 2 : kRows, tile);
   const int n = part_of(parts_of_launch, which).n;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * kLinearParts, quantised_blocks(TILES))
   const int num_turns = (num_chunks - part + kLinearParts - 1) / kLinearParts;
   const unsigned int ring = paged::shared_address(shared) + part * (kStages * Stage::kBytes);
   const paged::CachePolicy once = paged::evict_first();
-  const typename Stage::Sources weights(QUANTISED_ROWS_OF(tile, 0), num_groups, lane);
+  const typename Stage::Sources weights(QUANTIZED_ROWS_OF(tile, 0), num_groups, lane);
   auto copy_weights = [&](int turn) {
     if (turn < num_turns) {
       Stage::copy(

@@ -232,10 +232,10 @@ METAL_FUNC void decode(
 // grid: (KV heads of keys, then of values, / 8 rounded up, tokens).
 template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
-quantise_kv(
+quantize_kv(
     device const T* keys [[buffer(0)]], device const T* values [[buffer(1)]],
     device const int* slot_mapping [[buffer(2)]], device uchar* key_pool [[buffer(3)]],
-    device uchar* value_pool [[buffer(4)]], constant paged::QuantiseParams& params [[buffer(5)]],
+    device uchar* value_pool [[buffer(4)]], constant paged::QuantizeParams& params [[buffer(5)]],
     uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int head = int(group_id.x) * (DATA_THREADS / 32) + int(simd_id);
@@ -265,10 +265,10 @@ quantise_kv(
 // grid: (tokens / 8 rounded up, KV heads, sequences).
 template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
-gather_quantised(
+gather_quantized(
     device const uchar* pool [[buffer(0)]], device const int* block_tables [[buffer(1)]],
     device const int* context_lens [[buffer(2)]], device T* dense [[buffer(3)]],
-    constant paged::GatherQuantisedParams& params [[buffer(4)]],
+    constant paged::GatherQuantizedParams& params [[buffer(4)]],
     uint3 group_id [[threadgroup_position_in_grid]], PAGED_SIMD_POSITION) {
   using namespace paged;
   int token = int(group_id.x) * (DATA_THREADS / 32) + int(simd_id);

@@ -1,31 +1,31 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// linear_quantised_stream for rows with their experts; expert_stream.h is the 16-bit version.
+// linear_quantized_stream for rows with their experts; expert_stream.h is the 16-bit version.
 
 #pragma once
 
 #include "expert_items.h"
-#include "linear_quantised_stream.h"
+#include "linear_quantized_stream.h"
 
 namespace mlx_paged::cuda {
 
-#define QUANTISED_EXPERT(i)                                                                  \
+#define QUANTIZED_EXPERT(i)                                                                  \
   const unsigned char* __restrict__ codes_##i, const unsigned char* __restrict__ scales_##i, \
       const unsigned char* __restrict__ biases_##i, const T* __restrict__ bias_##i
 
-#define QUANTISED_EXPERT_PARAMETERS                                          \
-  const T *__restrict__ x, QUANTISED_EXPERT(0), QUANTISED_EXPERT(1), T *out, \
+#define QUANTIZED_EXPERT_PARAMETERS                                          \
+  const T *__restrict__ x, QUANTIZED_EXPERT(0), QUANTIZED_EXPERT(1), T *out, \
       const int *sorted_pairs, const int *items,                             \
       const __grid_constant__ ExpertProductParams params
 
 // TILES: tiles of eight pairs. WHOLE: for rows whose scales are not a multiple of 16 bytes. Grid:
 // items x tiles of an expert's weight.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE>
-__global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_blocks(TILES))
-    expert_quantised_stream_entry(
-        QUANTISED_EXPERT_PARAMETERS, const __grid_constant__ QuantisedMaps maps) {
+__global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_blocks(TILES))
+    expert_quantized_stream_entry(
+        QUANTIZED_EXPERT_PARAMETERS, const __grid_constant__ QuantizedMaps maps) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-  using Stream = QuantisedStream<T, FORMAT, BITS, GROUP, TILES, WHOLE>;
+  using Stream = QuantizedStream<T, FORMAT, BITS, GROUP, TILES, WHOLE>;
   constexpr int kRowBytes = Stream::kXBox * 2;
   extern __shared__ __align__(1024) unsigned char shared[];
   const Stream stream(params.product, paged::shared_address(shared), blockIdx.x % params.num_tiles);
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kQuantisedStreamThreads, quantised_stream_bloc
   const float* results = stream.multiply_and_store(shared);
   LinearPart<T> parts[kLinearMaxWeights] = EXPERT_PARTS;
   finish_item<T, Stream::kRows>(
-      params, item, sorted_pairs, stream.tile_of_weight, parts, kQuantisedStreamThreads,
+      params, item, sorted_pairs, stream.tile_of_weight, parts, kQuantizedStreamThreads,
       [&](int at, int output) {
-        return *reinterpret_cast<const float4*>(results + at * kQuantisedStreamPitch + output);
+        return *reinterpret_cast<const float4*>(results + at * kQuantizedStreamPitch + output);
       });
 #endif
 }

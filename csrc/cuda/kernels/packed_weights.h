@@ -14,7 +14,7 @@
 
 #include <type_traits>
 
-#include "../quantised_shape.h"
+#include "../quantized_shape.h"
 #include "linear_math.h"
 #include "ordered_rows.h"
 #include "shared_memory.h"
@@ -395,7 +395,7 @@ __device__ __forceinline__ void multiply_group(
 }
 
 // First rows of a warp's weight; half of the rows can belong to another weight.
-struct QuantisedRowsOf {
+struct QuantizedRowsOf {
   const unsigned char* codes;
   const unsigned char* scales;
   const unsigned char* biases;
@@ -403,19 +403,19 @@ struct QuantisedRowsOf {
 
 // A stage of a warp's ring in shared memory: codes and scales of a chunk's groups for sixteen rows.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
-struct QuantisedStage {
+struct QuantizedStage {
   using Group = GroupOf<T, FORMAT, BITS, GROUP>;
   static constexpr int kRows = 16;
-  static constexpr int kChunk = quantised_chunk(GROUP);
+  static constexpr int kChunk = quantized_chunk(GROUP);
   static constexpr int kGroups = kChunk / GROUP;
   static constexpr int kRowBytes = kChunk * BITS / 8;  // codes
   static constexpr int kPieces = kRowBytes / 16;
-  static constexpr int kPitch = quantised_pitch(BITS, GROUP);
+  static constexpr int kPitch = quantized_pitch(BITS, GROUP);
   static constexpr int kScaleBytes = Group::kHasBiases ? 2 : 1;
   static constexpr int kArrays = Group::kHasBiases ? 2 : 1;
-  static constexpr int kScalesBytes = quantised_scale_bytes(FORMAT, GROUP);  // per row
+  static constexpr int kScalesBytes = quantized_scale_bytes(FORMAT, GROUP);  // per row
   static constexpr int kRecord = kArrays * kScalesBytes;                     // with biases
-  static constexpr int kBytes = quantised_stage_bytes(FORMAT, BITS, GROUP, kRows);
+  static constexpr int kBytes = quantized_stage_bytes(FORMAT, BITS, GROUP, kRows);
 
   // Source addresses of a lane's copies in the first chunk. Computed once, as it takes divisions.
   struct Sources {
@@ -439,7 +439,7 @@ struct QuantisedStage {
       for (int i = 0; i < kScales; i++) {
         const int at = i * 32 + lane;
         int row = min(at / kArrays, kRows - 1);
-        const QuantisedRowsOf rows = rows_of(row);
+        const QuantizedRowsOf rows = rows_of(row);
         const unsigned char* first = at % kArrays == 0 ? rows.scales : rows.biases;
         scales[i] = first + size_t(row) * num_groups * kScaleBytes;
       }

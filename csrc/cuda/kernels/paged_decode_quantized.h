@@ -6,18 +6,18 @@
 #pragma once
 
 #include "paged_decode_tensor.h"
-#include "quantised_state.h"
+#include "quantized_state.h"
 
 // KEYS, VALUES: formats.
 template <typename T, int DIM, int COLUMNS, int KEYS, int VALUES>
 __global__ void __launch_bounds__(
-    32 * paged::quantised_warps(DIM), paged::quantised_blocks(KEYS, DIM, COLUMNS))
-    decode_quantised_entry(ATTENTION_PARAMETERS) {
+    32 * paged::quantized_warps(DIM), paged::quantized_blocks(KEYS, DIM, COLUMNS))
+    decode_quantized_entry(ATTENTION_PARAMETERS) {
   using namespace paged;
-  constexpr int STEP = quantised_warps(DIM) * QUANTISED_TOKENS;
+  constexpr int STEP = quantized_warps(DIM) * QUANTIZED_TOKENS;
   constexpr int QUERIES = COLUMNS * TENSOR_QUERIES;
   typedef CodeRing<KEYS, VALUES, DIM> Ring;
-  typedef WarpResults<DIM, QUERIES, quantised_ring_bytes(KEYS, VALUES, DIM, QUERIES)> Results;
+  typedef WarpResults<DIM, QUERIES, quantized_ring_bytes(KEYS, VALUES, DIM, QUERIES)> Results;
   extern __shared__ __align__(128) unsigned char shared[];
   begin_after_kernel_before();
 
@@ -28,14 +28,14 @@ __global__ void __launch_bounds__(
   int warp = threadIdx.x / 32;
   int lane = threadIdx.x % 32;
   Results meeting = {shared};
-  int first = block.first_token<QUANTISED_TOKENS>(positions, params);
+  int first = block.first_token<QUANTIZED_TOKENS>(positions, params);
   Ring ring(
       meeting.ring(warp), reinterpret_cast<const unsigned char*>(key_pool),
       reinterpret_cast<const unsigned char*>(value_pool), block.table,
       block.item.last_block << params.block_shift, [&] { return block.keys(positions, params); },
       params.num_kv_heads, block.kv_head, first, STEP, lane);
   KeyRange seen = ring.seen();
-  QuantisedState<T, DIM, COLUMNS, KEYS, VALUES> state(
+  QuantizedState<T, DIM, COLUMNS, KEYS, VALUES> state(
       [&](int q) { return block.query<DIM>(q, queries, params); },
       [&](int q) { return block.keys_of(q, seen, positions, params); }, lane);
   for (; first < seen.end; first += STEP) {

@@ -109,7 +109,7 @@ def keys_of(pool: mx.array, head_dim: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class QuantisedBatch:
+class QuantizedBatch:
     """A batch with quantized pools, and the dense batch they were made from."""
 
     plain: PagedBatch
@@ -154,7 +154,7 @@ def empty_pools(batch: PagedBatch, name: str) -> list[mx.array]:
     return pools
 
 
-def quantised(batch: PagedBatch, name: str, chunks: Sequence[int] = ()) -> QuantisedBatch:
+def quantized(batch: PagedBatch, name: str, chunks: Sequence[int] = ()) -> QuantizedBatch:
     """Writes each sequence's non-NaN tokens, `chunks` tokens at a time."""
     pools = empty_pools(batch, name)
     block_size = batch.key_pool.shape[1]
@@ -176,14 +176,14 @@ def quantised(batch: PagedBatch, name: str, chunks: Sequence[int] = ()) -> Quant
             pools = ops.write_kv(*pools, rows[0][at:end], rows[1][at:end], mx.array(slots[at:end]))
             at = end
     mx.eval(*pools)
-    return QuantisedBatch(batch, *pools)
+    return QuantizedBatch(batch, *pools)
 
 
-def make_quantised(
+def make_quantized(
     rng: np.random.Generator, *args: object, name: str, **options: object
-) -> QuantisedBatch:
+) -> QuantizedBatch:
     """`make_batch` with quantized pools."""
-    return quantised(make_batch(rng, *args, **options), name)
+    return quantized(make_batch(rng, *args, **options), name)
 
 
 # --- mlx-lm's dense caches with the values of a quantized pool ------------------------------------
@@ -256,7 +256,7 @@ def keeping(caches: Sequence[Any], keeps: Iterator[Keep | None]) -> list[Any]:
     return list(caches)
 
 
-def quantising(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> list[Any]:
+def quantizing(caches: Sequence[Any], name: str, skip: Sequence[int] = ()) -> list[Any]:
     """mlx-lm's own caches, whose attention layers store the dequantized values."""
     key_dtype, value_dtype = FORMATS[name]
 

@@ -1,16 +1,16 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Instantiates linear_quantised_wgmma_entry for weights of PAGED_CODE_BITS bits on sm_90a.
+// Instantiates linear_quantized_wgmma_entry for weights of PAGED_CODE_BITS bits on sm_90a.
 
-#include "linear_quantised_stream.h"
+#include "linear_quantized_stream.h"
 
 #include "../compiled_kernels.h"
 
 using namespace mlx_paged::cuda;
 
 #define WGMMA(dtype, type, format, bits, group, tiles)                           \
-  {"linear_quantised_wgmma_" #dtype "_" #format "_" #bits "_" #group "_" #tiles, \
-   linear_quantised_wgmma_entry<type, CodeFormat::format, bits, group, tiles>},
+  {"linear_quantized_wgmma_" #dtype "_" #format "_" #bits "_" #group "_" #tiles, \
+   linear_quantized_wgmma_entry<type, CodeFormat::format, bits, group, tiles>},
 #if PAGED_CODE_BITS == 4 || PAGED_CODE_BITS == 8
 #define MANY_ROWS(dtype, type, format, bits, group) WGMMA(dtype, type, format, bits, group, 16)
 #else

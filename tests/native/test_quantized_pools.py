@@ -1,4 +1,4 @@
-"""Quantised pools: what is stored, and attention against the oracle on what is stored."""
+"""Quantized pools: what is stored, and attention against the oracle on what is stored."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support import reference
-from support.quantised import (
+from support.quantized import (
     FORMATS,
     decoded,
     empty_pools,
     keys_of,
-    make_quantised,
-    quantised,
+    make_quantized,
+    quantized,
     raw,
     rotation,
     steps,
@@ -108,9 +108,9 @@ def test_only_the_slots_written_change(rng, name) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_do_not_matter(rng, name) -> None:
     batch = make_batch(rng, [70, 33], [1, 1], dtype=mx.bfloat16)
-    whole = quantised(batch, name)
+    whole = quantized(batch, name)
     for chunks in ([1] * 70, [16, 16, 5], [31, 2, 30]):
-        parts = quantised(batch, name, chunks)
+        parts = quantized(batch, name, chunks)
         np.testing.assert_array_equal(raw(whole.key_pool), raw(parts.key_pool))
         np.testing.assert_array_equal(raw(whole.value_pool), raw(parts.value_pool))
 
@@ -141,7 +141,7 @@ def test_zeros_and_the_smallest_numbers(name) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gathered_as_it_was_before_the_rotation(rng, name, dtype) -> None:
-    batch = make_quantised(
+    batch = make_quantized(
         rng, [70, 0, 20], [1, 0, 1], key_dim=80, value_dim=64, dtype=dtype, name=name
     )
     plan = batch.plain.plan()
@@ -162,7 +162,7 @@ def test_gathered_as_it_was_before_the_rotation(rng, name, dtype) -> None:
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 2, 20], [70, 1, 8]], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_attention(rng, name, query_lens, dtype) -> None:
-    batch = make_quantised(rng, [70, 50, 40], query_lens, dtype=dtype, name=name)
+    batch = make_quantized(rng, [70, 50, 40], query_lens, dtype=dtype, name=name)
     assert_close(batch.attend(scale=0.2), batch.expected(scale=0.2), TOLERANCE[dtype])
 
 
@@ -172,7 +172,7 @@ def test_attention(rng, name, query_lens, dtype) -> None:
 @pytest.mark.parametrize("query_lens", [[1, 1], [9, 30]], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_head_dims(rng, name, query_lens, dims) -> None:
-    batch = make_quantised(rng, [70, 50], query_lens, key_dim=dims[0], value_dim=dims[1], name=name)
+    batch = make_quantized(rng, [70, 50], query_lens, key_dim=dims[0], value_dim=dims[1], name=name)
     assert_close(batch.attend(scale=0.1), batch.expected(scale=0.1), TOLERANCE[mx.float32])
 
 
@@ -191,7 +191,7 @@ def test_head_dims(rng, name, query_lens, dims) -> None:
 def test_options_and_splits(rng, name, split_tokens, options) -> None:
     options = {k: mx.array(v) if isinstance(v, list) else v for k, v in options.items()}
     for query_lens in ([1, 1], [3, 20]):
-        batch = make_quantised(rng, [70, 50], query_lens, window=options.get("window"), name=name)
+        batch = make_quantized(rng, [70, 50], query_lens, window=options.get("window"), name=name)
         plan = batch.plain.plan(split_tokens=split_tokens)
         out = batch.attend(plan, scale=0.2, **options)
         assert_close(out, batch.expected(scale=0.2, **options), TOLERANCE[mx.float32])
@@ -200,7 +200,7 @@ def test_options_and_splits(rng, name, split_tokens, options) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bounds(rng, name) -> None:
     bounds = spans_of([70, 50], [40, 1], [[(35, 45)], []])
-    batch = make_quantised(rng, [70, 50], [40, 1], bounds=bounds, window=8, name=name)
+    batch = make_quantized(rng, [70, 50], [40, 1], bounds=bounds, window=8, name=name)
     out = batch.attend(scale=0.2, window=8)
     assert_close(out, batch.expected(scale=0.2, window=8), TOLERANCE[mx.float32])
 
@@ -209,7 +209,7 @@ def test_bounds(rng, name) -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 1), (40, 2)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_and_block_sizes(rng, name, heads, block_size) -> None:
-    batch = make_quantised(
+    batch = make_quantized(
         rng, [150, 65], [1, 2], num_q_heads=heads[0], num_kv_heads=heads[1], key_dim=64,
         block_size=block_size, name=name,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def test_groups_in_16_bits(rng, name, group, dim, dtype) -> None:
         (32, [1, 2, 1], {"window": 50}),
         (64, [1, 1, 1], {"softcap": 4.0, "sinks": mx.array(np.linspace(-2, 2, 3 * group))}),
     ):
-        batch = make_quantised(
+        batch = make_quantized(
             rng, [300, 17, 130], rows, block_size=block_size, window=options.get("window"),
             dtype=dtype, name=name, **heads,
         )  # fmt: skip
@@ -239,7 +239,7 @@ def test_groups_in_16_bits(rng, name, group, dim, dtype) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copied_blocks_are_the_same(rng, name) -> None:
-    batch = make_quantised(rng, [40], [1], name=name)
+    batch = make_quantized(rng, [40], [1], name=name)
     [table] = batch.plain.tables
     spare = next(i for i in range(1, batch.key_pool.shape[0]) if i not in table)
     pools = ops.copy_blocks([batch.key_pool, batch.value_pool], int32([[table[1], spare]]))
@@ -257,7 +257,7 @@ def test_outliers_of_single_dims_cost_little(rng, name) -> None:
     queries = batch.queries / mx.array(scaled)
     outlying = reference.PagedBatch(queries, keys, batch.value_pool, batch.tables, [200], [1])
     scores = batch.expected(scale=0.2)
-    kept = quantised(outlying, name).attend(scale=0.2)
+    kept = quantized(outlying, name).attend(scale=0.2)
     error = np.linalg.norm(to_numpy(kept) - scores) / np.linalg.norm(scores)
     assert error < {"int8": 0.02, "int8_k_int4_v": 0.08}[name]
 
@@ -266,7 +266,7 @@ def test_outliers_of_single_dims_cost_little(rng, name) -> None:
 
 
 def test_formats_do_not_mix_with_plain_pools(rng) -> None:
-    batch = make_quantised(rng, [40], [1], name="int8")
+    batch = make_quantized(rng, [40], [1], name="int8")
     plain = batch.plain
     with pytest.raises(ValueError, match="value_pool must be int8 or uint32 beside an int8"):
         ops.paged_attention(
@@ -275,7 +275,7 @@ def test_formats_do_not_mix_with_plain_pools(rng) -> None:
 
 
 def test_a_dtype_is_asked_of_gathered_pools(rng) -> None:
-    batch = make_quantised(rng, [40], [1], name="int8")
+    batch = make_quantized(rng, [40], [1], name="int8")
     plan = batch.plain.plan()
     with pytest.raises(ValueError, match="dtype must be given for quantized pools"):
         ops.gather_kv(batch.key_pool, batch.value_pool, plan.block_tables, plan.context_lens, 40)

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Writes quantized pools and rotates queries for power-of-two head dims, with the same bits as
-// metal/quantised_pool.h. A lane holds eight adjacent dims (16 bytes of 16-bit elements), so a few
+// metal/quantized_pool.h. A lane holds eight adjacent dims (16 bytes of 16-bit elements), so a few
 // lanes share a row and most of a rotation stays in registers.
 //
 // Rows of all heads and tokens form one sequence; keys and values use separate blocks of the grid.
@@ -10,7 +10,7 @@
 
 #include "../tensor_shape.h"
 #include "dependent_launch.h"
-#include "quantised_pool.h"
+#include "quantized_pool.h"
 
 namespace paged {
 
@@ -204,8 +204,8 @@ struct RowPart {
 
 // Quantizes the thread's row of keys or values.
 template <typename T, int DIM, int FORMAT, bool KEYS>
-__device__ __forceinline__ void quantise_row(
-    const T* rows, const int* slot_mapping, unsigned char* pool, const QuantiseParams& params) {
+__device__ __forceinline__ void quantize_row(
+    const T* rows, const int* slot_mapping, unsigned char* pool, const QuantizeParams& params) {
   typedef RowPart<DIM> Part;
   int index = (blockIdx.x * ROW_THREADS + threadIdx.x) / Part::LANES;  // token and head
   int token = index / params.num_kv_heads;
@@ -246,15 +246,15 @@ __device__ __forceinline__ void quantise_row(
 
 // Grid: (rows of all tokens and heads / rows per block, keys and values).
 template <typename T, int DIM, int KEYS, int VALUES>
-__global__ void __launch_bounds__(paged::ROW_THREADS) quantise_rows_entry(
+__global__ void __launch_bounds__(paged::ROW_THREADS) quantize_rows_entry(
     const T* keys, const T* values, const int* slot_mapping, unsigned char* key_pool,
-    unsigned char* value_pool, const __grid_constant__ paged::QuantiseParams params) {
+    unsigned char* value_pool, const __grid_constant__ paged::QuantizeParams params) {
   using namespace paged;
   begin_after_kernel_before();
   if (blockIdx.y == 0) {
-    quantise_row<T, DIM, KEYS, true>(keys, slot_mapping, key_pool, params);
+    quantize_row<T, DIM, KEYS, true>(keys, slot_mapping, key_pool, params);
   } else {
-    quantise_row<T, DIM, VALUES, false>(values, slot_mapping, value_pool, params);
+    quantize_row<T, DIM, VALUES, false>(values, slot_mapping, value_pool, params);
   }
 }
 
