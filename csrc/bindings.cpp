@@ -89,19 +89,7 @@ Arrays sent(const AttentionPlan& plan, mx::StreamOrDevice stream, bool stays) {
   return made;
 }
 
-}  // namespace
-
-void bind_extension(nb::module_& m) {
-  // MLX's types must be registered before calls and generated stubs name ours.
-  nb::module_::import_("mlx.core");
-  m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
-  bind_allocation(m);
-  bind_distributed(m);
-  bind_kernel_ops(m);
-  bind_layer_ops(m);
-  bind_gpu_executable(m);
-  bind_cpu_executable(m);
-
+void bind_array_contents(nb::module_& m) {
   // Otherwise this is the simulator, loaded beside the extension.
   if (!nb::type<ArrayContents>().is_valid()) {
     nb::class_<ArrayContents>(
@@ -111,7 +99,9 @@ void bind_extension(nb::module_& m) {
             "are_still_of", &ArrayContents::are_still_of, "array"_a,
             "False once the array object has been replaced or updated in place.");
   }
+}
 
+void bind_capabilities(nb::module_& m) {
   m.def("has_transfers", &has_transfers, "True if `upload` and `to_host` are available.");
   m.def(
       "has_wgmma", [] { return has_transfers() && cuda::tma_kernels() == cuda::TmaKernels::wgmma; },
@@ -122,7 +112,9 @@ void bind_extension(nb::module_& m) {
   m.def(
       "max_product_rows", [] { return cuda::kLinearMaxRows; },
       "Maximum rows of a step whose products are our own GPU kernels.");
+}
 
+void bind_plans(nb::module_& m) {
   m.def(
       "upload",
       [](const std::vector<nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>>& arrays, bool stays,
@@ -161,7 +153,9 @@ void bind_extension(nb::module_& m) {
       "tables"_a, "num_blocks"_a, "context_lens"_a, "query_lens"_a, nb::kw_only(),
       "bounds"_a = nb::none(), "block_size"_a, "window"_a, "rows_per_item"_a, "split_tokens"_a,
       "on_gpu"_a, "pads"_a, "num_rows"_a, "shared_rows"_a, "stays"_a, "stream"_a = nb::none());
+}
 
+void bind_host_helpers(nb::module_& m) {
   m.def(
       "token_bytes",
       [](const nb::list& ids, uint32_t vocab_size) -> std::optional<nb::bytes> {
@@ -210,7 +204,9 @@ void bind_extension(nb::module_& m) {
       "accepts", [](const mx::array& a) { return a.ndim(); }, "array"_a,
       "The array's rank. Fails with TypeError if this extension's nanobind and MLX's do not "
       "share their types.");
+}
 
+void bind_kernel_catalog(nb::module_& m) {
   m.def(
       "kernel_names",
       [] {
@@ -271,7 +267,9 @@ void bind_extension(nb::module_& m) {
       },
       "queries"_a, "key_pool"_a, "value_pool"_a, "has_alibi"_a,
       "Maximum rows of a sequence that one pass serves with the bits that each has alone.");
+}
 
+void bind_calibration(nb::module_& m) {
   m.def(
       "reject_kernels", &reject_kernels, "host_names"_a,
       "Replaces the set of kernels that never run.");
@@ -317,7 +315,9 @@ void bind_extension(nb::module_& m) {
         gpu::prepare(pipeline);
       },
       "host_name"_a, "function_constants"_a, "Compiles a pipeline unless that has been done.");
+}
 
+void bind_process(nb::module_& m) {
   m.def(
       "limit_threads", &cpu::limit_threads, "max_threads"_a,
       "Limits the threads of the CPU kernels unless MLX_PAGED_NUM_THREADS is set. Call it before "
@@ -328,6 +328,27 @@ void bind_extension(nb::module_& m) {
       "Keeps this thread from destroying MLX's thread-local variables during the exit.");
 
   m.def("build_info", &build_info, "Build options of this extension and its choices at run time.");
+}
+
+}  // namespace
+
+void bind_extension(nb::module_& m) {
+  // MLX's types must be registered before calls and generated stubs name ours.
+  nb::module_::import_("mlx.core");
+  m.doc() = "Native primitives of mlx_paged. Use them through mlx_paged.ops.";
+  bind_allocation(m);
+  bind_distributed(m);
+  bind_kernel_ops(m);
+  bind_layer_ops(m);
+  bind_gpu_executable(m);
+  bind_cpu_executable(m);
+  bind_array_contents(m);
+  bind_capabilities(m);
+  bind_plans(m);
+  bind_host_helpers(m);
+  bind_kernel_catalog(m);
+  bind_calibration(m);
+  bind_process(m);
 }
 
 }  // namespace mlx_paged

@@ -17,7 +17,7 @@
 //
 //     [ a ][ b ][ c ][ d ][ e ][ f ][ g ][ h ]  ->  [ e' ][ f' ][ g' ][ h' ]  ->  [ h" ][ tail ]
 //
-// Polynomials are bit-reflected, as zlib has them: the lowest bit is the highest power.
+// Polynomials are bit-reflected, as in zlib: the lowest bit is the highest power.
 
 namespace mlx_paged {
 

@@ -12,8 +12,8 @@ void bind_distributed(nb::module_& m) {
       [](const std::string& backend) {
         namespace distributed = mlx::core::distributed;
         distributed::clear_backends();  // else `init` would return the group of an earlier call
-        // MLX's Python function keeps the lock while it waits for the other processes, so that no
-        // thread could notice the end of one.
+        // MLX's Python function holds the GIL while it waits for the other processes, so no thread
+        // could notice that one has ended.
         nb::gil_scoped_release release;
         return distributed::init(true, backend);
       },

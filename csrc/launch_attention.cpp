@@ -428,6 +428,51 @@ std::vector<Pipeline> pipelines_to_come(Gpu gpu) {
   return pipelines;
 }
 
+namespace {
+
+// Sets the threads and the threadgroup memory of an attention launch.
+void size_threadgroup(
+    Launch& launch, const AttentionVariant& variant, Gpu gpu, int key_dim, int value_dim,
+    int item_size) {
+  int simd_groups = 0;
+  switch (variant.kernel) {
+    case AttentionKernel::decode:
+      launch.threadgroup_memory = paged::decode_scratch(value_dim);
+      simd_groups = paged::DECODE_SIMD_GROUPS;
+      break;
+    case AttentionKernel::decode_matrix:
+      simd_groups = matrix_groups(gpu, key_dim);
+      launch.threadgroup_memory =
+          paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries, simd_groups).size;
+      break;
+    case AttentionKernel::prefill:
+      launch.threadgroup_memory = paged::prefill_scratch(
+          key_dim, value_dim, item_size,
+          prefill_tokens(gpu, key_dim, value_dim, item_size, variant.queries));
+      simd_groups = paged::PREFILL_SIMD_GROUPS;
+      break;
+    case AttentionKernel::tensor_prefill:
+      launch.threadgroup_memory =
+          paged::matmul_scratch(key_dim, value_dim, item_size, variant.queries).size;
+      simd_groups = variant.queries / paged::MATMUL_ROWS;
+      break;
+  }
+  launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};
+}
+
+Launch fill_zero_launch(int operand, uint64_t num_bytes) {
+  paged::FillParams params{int(num_bytes / 16)};
+  Launch launch;
+  launch.kernel = kernel_named("fill_zero");
+  launch.buffers = {{operand, Access::write, num_bytes}};
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(params.num_chunks + 255) / 256, 1, 1};
+  launch.threadgroup = {256, 1, 1};
+  return launch;
+}
+
+}  // namespace
+
 LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu) const {
   const auto& queries = in[kQueries];
   const auto& keys = in[kKeyPool];
@@ -448,14 +493,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
   PlanSummary plan = summarize(in, {gpu, dtype, num_q_heads / num_kv_heads, key_dim, value_dim});
 
   if (plan.covered_rows < queries.shape(0)) {
-    paged::FillParams params{int(out[0].nbytes() / 16)};
-    Launch launch;
-    launch.kernel = kernel_named("fill_zero");
-    launch.buffers = {{output, Access::write, out[0].nbytes()}};
-    launch.constants = bytes_of(params);
-    launch.grid = {uint32_t(params.num_chunks + 255) / 256, 1, 1};
-    launch.threadgroup = {256, 1, 1};
-    list.launches.push_back(launch);
+    list.launches.push_back(fill_zero_launch(output, out[0].nbytes()));
   }
 
   uint64_t partial_bytes = uint64_t(plan.num_partials) * num_q_heads * (value_dim + 2) * 4;
@@ -489,7 +527,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.options = options;
     params.key_format = int(format_of(keys.dtype()));
     params.value_format = int(format_of(in[kValuePool].dtype()));
-    // In steps that keep their captured launches while the number of drafts changes.
+    // Rounded up, so that captured launches stay valid while the number of drafts changes.
     params.num_written =
         plan.max_written > kUnknown / 2 ? kUnknown : int(std::bit_ceil(unsigned(plan.max_written)));
 
@@ -506,30 +544,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), uint32_t(tiles)};
     launch.kernel = kernel_of(variant, gpu, dtype, key_dim, value_dim);
     launch.function_constants = constants;
-    int simd_groups = 0;
-    switch (variant.kernel) {
-      case AttentionKernel::decode:
-        launch.threadgroup_memory = paged::decode_scratch(value_dim);
-        simd_groups = paged::DECODE_SIMD_GROUPS;
-        break;
-      case AttentionKernel::decode_matrix:
-        simd_groups = matrix_groups(gpu, key_dim);
-        launch.threadgroup_memory =
-            paged::matrix_scratch(key_dim, value_dim, item_size, variant.queries, simd_groups).size;
-        break;
-      case AttentionKernel::prefill:
-        launch.threadgroup_memory = paged::prefill_scratch(
-            key_dim, value_dim, item_size,
-            prefill_tokens(gpu, key_dim, value_dim, item_size, variant.queries));
-        simd_groups = paged::PREFILL_SIMD_GROUPS;
-        break;
-      case AttentionKernel::tensor_prefill:
-        launch.threadgroup_memory =
-            paged::matmul_scratch(key_dim, value_dim, item_size, variant.queries).size;
-        simd_groups = variant.queries / paged::MATMUL_ROWS;
-        break;
-    }
-    launch.threadgroup = {32 * uint32_t(simd_groups), 1, 1};
+    size_threadgroup(launch, variant, gpu, key_dim, value_dim, item_size);
     // Each kind of item has its own rows of the output and of the workspace.
     launch.beside_previous = variant != plan.variants.begin()->first;
     list.launches.push_back(launch);

@@ -20,8 +20,8 @@ bool is_rejected(const std::string& host_name);
 // Changes with every call of reject_kernels and allow_tensor_kernels.
 int rejection_count();
 
-// True if kernels for tensor units (metal/tensor_*.h) may run unless they are rejected. They may
-// not until calibration has found that this machine compiles them.
+// True if kernels for tensor units (metal/tensor_*.h) may run unless they are rejected. False until
+// calibration has found that this machine compiles them.
 bool allows_tensor_kernels();
 void allow_tensor_kernels(bool allowed);
 

@@ -4,8 +4,8 @@
 //
 // MLX has thread-local variables with Python objects in them: the functions that `mx.compile` has
 // compiled, and the state of `mx.random`. When a thread ends, their destructors take the
-// interpreter's lock. While the interpreter exits, only its main thread gets that lock: the
-// attempt ends the thread once more, inside a destructor, and that aborts the process.
+// GIL. While the interpreter exits, only its main thread gets it: the attempt ends the thread once
+// more, inside a destructor, and that aborts the process.
 
 #pragma once
 

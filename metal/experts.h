@@ -184,8 +184,7 @@ route_experts(
 
 // Computes out = x @ weight[expert].T + bias[expert] for an item's pairs, at most ROWS; a
 // threadgroup reads its rows of the weight once for all of them. Rows of x are by place, or by row
-// of the step
-// (`gathers`); rows of `out` are by place, or by pair in row order (`scatters`).
+// of the step (`gathers`); rows of `out` are by place, or by pair in row order (`scatters`).
 // grid: (rows of an expert's weight / those of a threadgroup rounded up, items).
 template <typename T, typename Weight, int ROWS>
 PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)

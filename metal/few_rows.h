@@ -5,7 +5,7 @@
 // A `Weight` is the share of one lane in a row of the weight: a unit of consecutive elements. Lane
 // i takes units i, i + 32, ... and adds their elements in order, then the lanes' sums are added.
 // The number of rows and of columns per SIMD-group does not change that order, so a row has the
-// same bits in any company.
+// same bits in any batch.
 
 #pragma once
 

@@ -9,7 +9,7 @@
 
 namespace mlx_paged::cpu {
 
-// The answers that decide this, in the order of the questions.
+// The results of the checks, in their order.
 struct AmxAnswers {
   bool has_instructions = false;  // CPUID: amx-tile, amx-int8 and amx-bf16
   bool saves_tiles = false;       // XGETBV: the kernel saves the tile registers

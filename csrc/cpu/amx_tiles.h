@@ -19,7 +19,7 @@ constexpr int kTileRowBytes = 64;
 constexpr int kNumTiles = 8;
 
 // The rows of a tile in use, and the bytes of each. In a product a [m, k] x b [k, n], `b` has one
-// row for each four bytes of a's rows, with the four bytes of each column side by side.
+// row for each four bytes of a's rows, with the four bytes of each column adjacent.
 struct TileShape {
   int rows = 0;
   int row_bytes = 0;

@@ -26,7 +26,7 @@ struct AttentionArgs {
   const paged::WorkItem* work_items;    // [num_items]
   const paged::MergeItem* merge_items;  // [num_merges]
   const float* per_head;                // values per query head, or null
-  float* partial_out;  // [partial rows, num_q_heads, values.head_dim], not normalised
+  float* partial_out;  // [partial rows, num_q_heads, values.head_dim], not normalized
   float* partial_max;  // [partial rows, num_q_heads], base-2 logits
   float* partial_sum;  // [partial rows, num_q_heads]
   int num_rows;

@@ -2,7 +2,7 @@
 //
 // Products of rows with the matrices of their experts. Rows of one expert are multiplied together,
 // so its weights are read once, in the checkpoint's format. Each element is summed in the same
-// order whatever other rows its expert has.
+// order for any other rows of its expert.
 
 #pragma once
 

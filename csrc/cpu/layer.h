@@ -123,8 +123,8 @@ constexpr int kLoraRows = 4;
 // Columns of `a` that are summed together.
 constexpr int kLoraColumns = 4;
 
-// Rows of one low-rank adapter: hidden = x @ a.T, and then out += hidden @ b. A row's sums depend
-// neither on num_rows nor on the columns of a call.
+// Rows of one low-rank adapter: hidden = x @ a.T, and then out += hidden @ b. A row's sums do not
+// depend on num_rows or on the columns of a call.
 struct LoraArgs {
   DType dtype;  // of a and b
   int num_rows;
@@ -133,7 +133,7 @@ struct LoraArgs {
   int n;
   const void* a;              // [rank, k]
   const void* b;              // [rank, n]
-  const void* next;           // the matrix in the place of a or b that the cache needs next
+  const void* next;           // the next call's a or b, to be prefetched
   const float* x[kLoraRows];  // [k] each
   float* hidden[kLoraRows];   // [rank] each
   float* out[kLoraRows];      // [n] each

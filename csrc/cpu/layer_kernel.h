@@ -305,7 +305,7 @@ inline void greedy(const GreedyArgs& args, int64_t begin, int64_t end) {
   });
 }
 
-// Adapters are read in short runs, far apart, which hardware does not foresee.
+// Adapters are read in short runs, far apart, which the hardware prefetcher misses.
 inline void fetch(const void* p) {
   __builtin_prefetch(p, 0, 2);  // to the second level: the first is too small for the time it takes
 }

@@ -29,7 +29,7 @@ struct LoraRows {
   const char* b;            // [num_adapters, rank, n]
   const int32_t* adapters;  // [num_rows]; no adapter if outside of [0, num_adapters)
   int64_t num_rows;
-  float* hidden;  // [num_rows, rank]; of rows without an adapter it is neither written nor read
+  float* hidden;  // [num_rows, rank]; unused in rows without an adapter
 
   LoraRows part(int64_t begin, int64_t end) const {
     LoraRows rows = *this;

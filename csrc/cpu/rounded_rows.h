@@ -30,7 +30,7 @@ struct RoundedInput {
 // Rows are rounded a block at a time, just before the first product reads them.
 class RoundedRows {
  public:
-  // Begins a product. Keeps the blocks of the product before if they are of the same input.
+  // Begins a product. Keeps the previous product's blocks if both have the same input.
   void begin(const RoundedInput& input, int num_blocks, int64_t block_bytes);
 
   // Memory of a block. If the input is too large to keep, all blocks share it.

@@ -12,7 +12,7 @@ namespace mlx_paged::cuda {
 constexpr int kLinearMaxWeights = 3;
 
 // Low-rank adapters of a product's weights (kernels/linear_adapters.h). The first blocks of the
-// grid multiply x by their first matrices (kernels/adapter_blocks.h).
+// grid multiply x by `a` (kernels/adapter_blocks.h).
 struct LinearAdapters {
   int count;                      // 0: none
   int rank;                       // a multiple of 8, as are the rows of weights with adapters

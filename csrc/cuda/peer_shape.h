@@ -5,8 +5,8 @@
 //
 // Each rank has a buffer that all others map:
 //
-//   flags    [kPeerBlocks][kMaxPeers] uint32: the last round that a block of each rank has shown
-//   regions  [kPeerBlocks][2][kRegionBytes]: what a block shows in even and in odd rounds
+//   flags    [kPeerBlocks][kMaxPeers] uint32: the last round that each rank signaled
+//   regions  [kPeerBlocks][2][kRegionBytes]: a block's data in even and in odd rounds
 
 #pragma once
 
@@ -27,8 +27,8 @@ struct PeerSumParams {
   char* buffers[kMaxPeers];  // of each rank, where this process has mapped them
   int rank;
   int num_chunks;  // kPeerChunkBytes each
-  int is_divided;  // 1: each rank sums a part and shows it, instead of summing everything
-  int patience;    // seconds after which the sum goes on with what it has; 0: the kernel waits
+  int is_divided;  // 1: each rank sums a part and shares it, instead of summing everything
+  int patience;    // seconds after which the sum stops waiting for other ranks; 0: no limit
 };
 static_assert(sizeof(PeerSumParams) == 80, "the same for every compiler");
 

@@ -52,11 +52,11 @@ void bind_after_parts(
   launch.buffers.push_back({operands.hidden, written, 0});
   launch.buffers.push_back({operands.adapters, Access::read, 0});
   launch.buffers.push_back({operands.finished, written, 0});
-  for (int operand : operands.first_matrices) {
+  for (int operand : operands.adapter_a) {
     launch.buffers.push_back({operand, Access::read, 0});
   }
   for (const auto& part : operands.parts) {
-    launch.buffers.push_back({part.adapter, Access::read, 0});
+    launch.buffers.push_back({part.adapter_b, Access::read, 0});
   }
 }
 
@@ -439,7 +439,7 @@ Params constants_of(const Launch& launch) {
 }
 
 // True if the products' kernel does the work of their adapters. With more rows, its blocks would
-// wait long for those that multiply by the first matrices.
+// wait long for those that multiply by `a`.
 bool adds_adapters(const ProductStep& step, TmaKernels tma) {
   if (setting("MLX_PAGED_ADAPTERS_IN_PRODUCTS", 1) == 0 || step.num_rows > kLinearMaxRows) {
     return false;
@@ -468,12 +468,12 @@ void take_adapters(LinearParams& params, LinearOperands& operands, const Product
   operands.adapters = operand_at(Adapters::kAdapters);
   operands.finished = finished;
   for (int i = 0; i < paged::LORA_TARGETS; i++) {
-    operands.first_matrices[i] = down.buffers[Adapters::kDownMatrices + i].operand;
+    operands.adapter_a[i] = down.buffers[Adapters::kDownMatrices + i].operand;
   }
   for (size_t i = 0; i < step.parts.size(); i++) {
     int target = params.adapters.target[i] = step.parts[i].target;
     if (target >= 0) {
-      operands.parts[i].adapter = operand_at(Adapters::kUpMatrices + target);
+      operands.parts[i].adapter_b = operand_at(Adapters::kUpMatrices + target);
       operands.parts[i].out = operand_at(Adapters::kResults + target);
     }
   }
@@ -494,9 +494,9 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
   operands.residual = step.residual >= 0 ? step.residual : step.x;
   operands.rotations = operands.slots = operands.hidden = operands.adapters = step.x;
   operands.finished = step.x;
-  std::fill_n(operands.first_matrices, kLinearMaxWeights, step.x);
+  std::fill_n(operands.adapter_a, kLinearMaxWeights, step.x);
   for (auto& part : operands.parts) {
-    part.adapter = step.x;
+    part.adapter_b = step.x;
   }
   for (int i = 0; i < params.num_weights; i++) {
     const auto& part = step.parts[i];
@@ -521,7 +521,7 @@ Launch kernel_product(const ProductStep& step, TmaKernels tma) {
                     : linear_launch(params, step.dtype, operands, tma);
 }
 
-// Combines neighboring products of equal size: each alone would leave multiprocessors idle.
+// Combines adjacent products of equal size: each alone would leave multiprocessors idle.
 std::vector<Launch> library_products(const ProductStep& step, int workspace) {
   std::vector<Launch> launches;
   for (size_t i = 0; i < step.parts.size();) {

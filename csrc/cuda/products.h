@@ -31,9 +31,9 @@ struct LinearOperands {
     int weight;
     int bias;
     int out;
-    int scales = -1;  // of a quantized weight
-    int biases = -1;  // equal to scales if the format has none
-    int adapter = 0;  // second matrices of LinearAdapters, or x
+    int scales = -1;    // of a quantized weight
+    int biases = -1;    // equal to scales if the format has none
+    int adapter_b = 0;  // equal to x without adapters
   };
   int x;
   int residual;  // equal to x if there is none
@@ -43,7 +43,7 @@ struct LinearOperands {
   int hidden;  // equal to x, like those below, without adapters
   int adapters;
   int finished;
-  int first_matrices[kLinearMaxWeights];  // of each target
+  int adapter_a[kLinearMaxWeights];  // of each target
 };
 
 Launch linear_launch(

@@ -9,7 +9,7 @@
 
 namespace mlx_paged::cuda {
 
-// Throws if a call of the CUDA runtime failed. `what` is what could not be had.
+// Throws if a call of the CUDA runtime failed. `what` names what is missing.
 inline void check(cudaError_t status, const std::string& what) {
   if (status != cudaSuccess) {
     cudaGetLastError();  // clears the error, so that the next call does not report it

@@ -251,8 +251,8 @@ bool is_decode_on_tensor_cores(const Launch& launch) {
          launch.kernel.file == "paged_decode_quantized";
 }
 
-// Serves the items of two launches by the one with more queries, as items with one row are beside
-// those of drafts. Both would read all items.
+// Serves the items of two launches, such as decodes and drafts, by the one with more queries. Both
+// would read all items.
 void join_decodes(Launch& fewer, const Launch& more) {
   auto params = params_of<paged::AttentionParams>(fewer);
   auto others = params_of<paged::AttentionParams>(more);

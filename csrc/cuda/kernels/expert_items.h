@@ -3,7 +3,7 @@
 // Work items of expert products, and the order of their kernels.
 //
 // A mixture launches products twice. The first launch waits for the router before it lets the
-// second start. So the second knows its items before its own wait, and loads weights while the
+// second start, so the second can read its items before its own wait, and load weights while the
 // first ends.
 
 #pragma once

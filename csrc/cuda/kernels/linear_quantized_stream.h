@@ -543,7 +543,7 @@ struct QuantizedStream {
     return store(shared, sums);
   }
 
-  // Multiplies x by adapters' first matrices, if this is one of the grid's first blocks, and
+  // Multiplies x by the adapters' `a`, if this is one of the grid's first blocks, and
   // returns true. Called by all threads.
   __device__ __forceinline__ static bool multiply_adapters(
       const T* x, const LinearParams& params, const AdapterOperands<T>& operands,

@@ -12,7 +12,7 @@
 #include "prefill_tile.h"
 #include "prefill_together.h"
 
-// WARPS: consumer warps; four producer warps come in addition. Grid: (work items, KV heads, tiles
+// WARPS: consumer warps, besides four producer warps. Grid: (work items, KV heads, tiles
 // of 16 WARPS queries).
 template <typename T, int DIM, int WARPS>
 __global__ void __launch_bounds__(32 * (WARPS + paged::WGMMA_WARPS), 1) prefill_wgmma_entry(

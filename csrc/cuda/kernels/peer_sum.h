@@ -3,11 +3,11 @@
 // peer_sum: all-reduce of an array through memory that the ranks' GPUs share (peer_shape.h).
 //
 // Block b of each rank cooperates with block b of every other rank on the same part of the array,
-// in rounds: it writes its region of the round, stores the round's number in every rank's flags,
-// waits until all ranks have shown theirs, and reads their regions. The number of a block's rounds
-// stays in device memory, so that a captured launch can be replayed.
+// in rounds: it writes its region, stores the round's number in every rank's flags, waits until all
+// ranks have stored theirs, and reads their regions. The number of a block's rounds stays in device
+// memory, so that a captured launch can be replayed.
 //
-// Regions alternate. A rank writes a region again two rounds later, when all ranks have shown the
+// Regions alternate. A rank rewrites a region two rounds later, when all ranks have signaled the
 // round in between, and so have finished reading it. All ranks must launch the same sums in the
 // same order.
 //
@@ -58,7 +58,7 @@ template <int RANKS>
 struct PeerBlock {
   const PeerSumParams& params;
   int block;
-  unsigned int round;  // the last one shown, or the one being written
+  unsigned int round;  // the last one signaled, or the one being written
 
   __device__ __forceinline__ uint4* region(int rank) const {
     int64_t index = int64_t(block) * 2 + round % 2;
@@ -75,7 +75,7 @@ struct PeerBlock {
     return region(params.rank);
   }
 
-  // Shows this rank's region and waits for those of all ranks.
+  // Signals that this rank's region is complete, and waits for all other ranks.
   __device__ __forceinline__ void exchange() const {
     __syncthreads();
     for (int rank = threadIdx.x; rank < RANKS; rank += blockDim.x) {

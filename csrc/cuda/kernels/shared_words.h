@@ -1,6 +1,6 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Words and halves of shared memory by address, as asynchronous copies and ldmatrix have it.
+// Words and halves of shared memory by the addresses that cp.async and ldmatrix take.
 
 #pragma once
 

@@ -6,8 +6,8 @@
 
 namespace mlx_paged::cuda {
 
-// Stores a flag. Whoever sees its value sees everything that this block wrote before its last
-// barrier.
+// Stores a flag. A reader that sees its value also sees everything that this block wrote before its
+// last barrier.
 __device__ __forceinline__ void show_flag(unsigned int* flag, unsigned int value) {
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
@@ -18,12 +18,12 @@ __device__ __forceinline__ unsigned int shown_flag(const unsigned int* flag) {
   return value;
 }
 
-// Waits until a flag, which only grows (and wraps around), has reached a value, for `patience`
-// seconds if that is positive. Otherwise the life monitor of the ranks ends a process whose peer
+// Waits until a flag, which only grows (and wraps around), reaches a value; for at most `patience`
+// seconds if that is positive. Without a limit, the ranks' life monitor ends a process whose peer
 // has died (engine/ranks/life.py), and its kernels with it; as a last resort, the kernel fails.
 __device__ __forceinline__ void wait_for_flag(
     const unsigned int* flag, unsigned int value, int patience) {
-  constexpr unsigned int kPolls = 1 << 12;  // between two looks at the clock
+  constexpr unsigned int kPolls = 1 << 12;  // between two reads of the clock
   constexpr int kMostSeconds = 120;
   const unsigned long long limit = (patience > 0 ? patience : kMostSeconds) * 1'000'000'000ull;
   unsigned long long begin = 0;

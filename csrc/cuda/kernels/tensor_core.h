@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Tensor core and asynchronous copy instructions of sm_80 and later, for attention and linear
-// layers. Fragments are named by their part in D[16 x 8] += A[16 x 16] B[16 x 8]. Lane 4 r + c
+// layers. Fragments are named by their role in D[16 x 8] += A[16 x 16] B[16 x 8]. Lane 4 r + c
 // holds
 //   A  rows r, r + 8 x columns {2c, 2c+1}, {2c+8, 2c+9}: [r][2c], [r+8][2c], [r][2c+8], [r+8][2c+8]
 //   B  rows 2c, 2c+1 and 2c+8, 2c+9 of column r
