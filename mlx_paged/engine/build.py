@@ -16,7 +16,7 @@ from mlx_paged.engine.calibration import prove_kernels
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.intake import Intake
-from mlx_paged.engine.kv_cache_config import KVCacheConfig
+from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.lora.files import Adapter, read_adapter
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.lora.store import AdapterStore
@@ -164,15 +164,8 @@ def build_engine(
     if media is not None and config.mm_processor_kwargs:
         media = media.with_options(config.mm_processor_kwargs)
     generates = config.runner == "generate"
-    compiler: GrammarCompiler | None = None
-    if generates:  # Starts its threads while the pools are allocated.
-        compiler = GrammarCompiler(
-            tokenizer,
-            model.vocab_size,
-            tokenizer.eos_token_ids,
-            timeout=config.structured_outputs_timeout,
-            cache_size=config.structured_outputs_cache_size,
-        )
+    # Created first, because its threads work while the pools are allocated.
+    compiler = _grammar_compiler(model, config) if generates else None
     reasoning_format = format_of(config.reasoning_parser, tokenizer)
     paged, model_limit, max_model_len = prepare_model(model, config)
     adapters, default_adapter = _adapters(paged, config)
@@ -239,19 +232,7 @@ def build_engine(
     head = draft_model.runner.model if isinstance(draft_model, HeadDrafter) else None
     offloading = _offloading(paged, model, config, kv_config, max_model_len, head)
 
-    def new_kv() -> KVManager:
-        kv = KVManager(
-            sizes.num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-            windows=kv_config.window_specs(sizes),
-            states=kv_config.state_spec(sizes),
-            tier=None if offloading is None else offloading.new_tier(),
-        )
-        if offloading is not None:
-            offloading.attach(kv)
-        return kv
-
+    new_kv = partial(_new_kv, config, kv_config, sizes, offloading)
     step_blocks = -(-config.step_tokens // config.block_size)
     pools = PoolMemory(
         runner, kv_config, sizes, new_kv, step_blocks=step_blocks, companion=draft_model
@@ -278,6 +259,37 @@ def build_engine(
         speculator=speculator,
         offloading=offloading,
     )
+
+
+def _grammar_compiler(model: LoadedModel, config: EngineConfig) -> GrammarCompiler:
+    """Creates the compiler of structured outputs."""
+    return GrammarCompiler(
+        model.tokenizer,
+        model.vocab_size,
+        model.tokenizer.eos_token_ids,
+        timeout=config.structured_outputs_timeout,
+        cache_size=config.structured_outputs_cache_size,
+    )
+
+
+def _new_kv(
+    config: EngineConfig,
+    kv_config: KVCacheConfig,
+    sizes: PoolSizes,
+    offloading: Offloading | None,
+) -> KVManager:
+    """Creates an empty KV store over pools of these sizes."""
+    kv = KVManager(
+        sizes.num_blocks,
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        windows=kv_config.window_specs(sizes),
+        states=kv_config.state_spec(sizes),
+        tier=None if offloading is None else offloading.new_tier(),
+    )
+    if offloading is not None:
+        offloading.attach(kv)
+    return kv
 
 
 def _paged_model(model: LoadedModel, config: EngineConfig, platform: Platform) -> PagedModel:

@@ -212,6 +212,46 @@ class EngineConfig:
         given = None if self.pooler_config is None else PoolerConfig.of(self.pooler_config)
         object.__setattr__(self, "pooler_config", overridden(given, self.hf_overrides))
         self._check_pooler()
+        self._check_integers()
+        if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
+            raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
+        format_named(self.kv_cache_dtype)
+        skipped = skipped_layers(self.kv_cache_dtype_skip_layers)
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", skipped)
+        if self.cpu_activations not in CPU_ACTIVATIONS:
+            expected = " or ".join(map(repr, CPU_ACTIVATIONS))
+            raise InvalidParameterError("cpu_activations", expected, self.cpu_activations)
+        self._check_flags()
+        speculative_config = speculative_config_of(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative_config)
+        if speculative_config is not None and self.runner == "pooling":
+            expected = "None for the runner 'pooling', which generates nothing"
+            raise InvalidParameterError("speculative_config", expected, self.speculative_config)
+        if self.calibrate not in CALIBRATE:
+            raise InvalidParameterError("calibrate", "'auto', 'off' or 'force'", self.calibrate)
+        if self.memory_pressure not in MEMORY_PRESSURE:
+            raise InvalidParameterError("memory_pressure", "'auto' or 'off'", self.memory_pressure)
+        self._check_shares()
+        self._check_offloading()
+        self._check_role()
+        self._check_step_time()
+        timeout = self.structured_outputs_timeout
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if not is_number or not 0 < timeout <= _MAX_SECONDS:
+            expected = f"a number of seconds in (0, {_MAX_SECONDS}]"
+            raise InvalidParameterError("structured_outputs_timeout", expected, timeout)
+        parsers = ["auto", "none", "", *REASONING_FORMATS]
+        if not isinstance(self.reasoning_parser, str) or self.reasoning_parser not in parsers:
+            expected = f"one of {', '.join(map(repr, parsers))}"
+            raise InvalidParameterError("reasoning_parser", expected, self.reasoning_parser)
+        policies = [policy.value for policy in SchedulingPolicy]
+        if self.policy not in policies:
+            raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
+        self._check_adapters()
+        self._check_ranks()
+        _ = self.media_options
+
+    def _check_integers(self) -> None:
         for name, least in (
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),
@@ -239,14 +279,8 @@ class EngineConfig:
                 raise InvalidParameterError(
                     name, f"{optional}an integer of at least {least}", value
                 )
-        if type(self.block_size) is not int or self.block_size not in (8, 16, 32, 64):
-            raise InvalidParameterError("block_size", "8, 16, 32 or 64", self.block_size)
-        format_named(self.kv_cache_dtype)
-        skipped = skipped_layers(self.kv_cache_dtype_skip_layers)
-        object.__setattr__(self, "kv_cache_dtype_skip_layers", skipped)
-        if self.cpu_activations not in CPU_ACTIVATIONS:
-            expected = " or ".join(map(repr, CPU_ACTIVATIONS))
-            raise InvalidParameterError("cpu_activations", expected, self.cpu_activations)
+
+    def _check_flags(self) -> None:
         for name in (
             "enable_prefix_caching",
             "disable_hybrid_kv_cache_manager",
@@ -258,15 +292,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameterError(name, "True or False", getattr(self, name))
 
-        speculative_config = speculative_config_of(self.speculative_config)
-        object.__setattr__(self, "speculative_config", speculative_config)
-        if speculative_config is not None and self.runner == "pooling":
-            expected = "None for the runner 'pooling', which generates nothing"
-            raise InvalidParameterError("speculative_config", expected, self.speculative_config)
-        if self.calibrate not in CALIBRATE:
-            raise InvalidParameterError("calibrate", "'auto', 'off' or 'force'", self.calibrate)
-        if self.memory_pressure not in MEMORY_PRESSURE:
-            raise InvalidParameterError("memory_pressure", "'auto' or 'off'", self.memory_pressure)
+    def _check_shares(self) -> None:
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise InvalidParameterError("gpu_memory_utilization", "None or in (0, 1]", share)
@@ -276,24 +302,6 @@ class EngineConfig:
             or not 0 <= self.watermark < 1
         ):
             raise InvalidParameterError("watermark", "a number in [0, 1)", self.watermark)
-        self._check_offloading()
-        self._check_role()
-        self._check_step_time()
-        timeout = self.structured_outputs_timeout
-        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-        if not is_number or not 0 < timeout <= _MAX_SECONDS:
-            expected = f"a number of seconds in (0, {_MAX_SECONDS}]"
-            raise InvalidParameterError("structured_outputs_timeout", expected, timeout)
-        parsers = ["auto", "none", "", *REASONING_FORMATS]
-        if not isinstance(self.reasoning_parser, str) or self.reasoning_parser not in parsers:
-            expected = f"one of {', '.join(map(repr, parsers))}"
-            raise InvalidParameterError("reasoning_parser", expected, self.reasoning_parser)
-        policies = [policy.value for policy in SchedulingPolicy]
-        if self.policy not in policies:
-            raise InvalidParameterError("policy", " or ".join(map(repr, policies)), self.policy)
-        self._check_adapters()
-        self._check_ranks()
-        _ = self.media_options
 
     @cached_property
     def kv_format(self) -> KVFormat | None:
