@@ -2,7 +2,8 @@
 compiled by the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUDA's 16-bit floats.
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` has every number of bits: by default one that divides a byte, one
-that does not, and whole bytes.
+that does not, and whole bytes. Planted faults show that a comparison can fail. Each compiles a
+program of its own: those of the stream and of sums stand for all, which `make test-long` runs.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def test_quantized_products_of_many_rows(tmp_path, bits: int) -> None:
 
 
 @needs_nvcc
-@pytest.mark.one_in(32)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -176,7 +177,7 @@ def test_products_of_experts(tmp_path, element: str) -> None:
 
 
 @needs_nvcc
-@pytest.mark.one_in(32)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -200,7 +201,7 @@ def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]
 
 
 @needs_nvcc
-@pytest.mark.one_in(34)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("bits", "changes"),
     [
@@ -302,7 +303,7 @@ def test_drafts_share_a_pass_with_the_bits_of_single_rows(
 
 
 @needs_nvcc
-@pytest.mark.one_in(32)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pools", "change"),
     [
