@@ -33,7 +33,7 @@ _GIB = 1 << 30
 _DEFAULT_GPU_UTILIZATION = 0.9
 # Share of main memory for all models of a server on the CPU.
 _CPU_BUDGET = 0.8
-# Bytes of a process with an engine besides MLX's arrays: the interpreter, its modules, a tokenizer.
+# Bytes of a process besides MLX's arrays: the interpreter, its modules, a tokenizer.
 _INTERPRETER_BYTES = 350 << 20
 # MLX keeps freed buffers for the next step. Without a measured activation peak, it may keep this
 # share of the pool, but at least a few arrays of logits and at most a GiB.
@@ -121,14 +121,20 @@ def default_budget() -> int:
     return int(device_memory() * _DEFAULT_GPU_UTILIZATION)
 
 
-def process_memory(memory: MemoryUsage) -> int:
-    """Returns the bytes of a process that has an engine: its arrays, and all else.
+def served_memory(memory: MemoryUsage, num_ranks: int, num_processes: int) -> int:
+    """Returns the bytes that serving a model takes: the arrays of all ranks, and all else.
 
-    A pool counts in full, although its untouched part takes no memory yet. On an NVIDIA GPU, only
-    arrays count, as all else is in another memory.
+    A pool counts in full, although its untouched part takes no memory yet. On NVIDIA GPUs, only the
+    arrays of one rank count: each rank has its own GPU, and all else is in another memory.
+
+    Args:
+        memory: Of rank 0; the others take as much.
+        num_processes: All processes, also those without an engine.
     """
     arrays = memory.active + (memory.cache_limit or memory.cached)
-    return arrays if Platform.current().has_cuda else arrays + _INTERPRETER_BYTES
+    if Platform.current().has_cuda:
+        return arrays
+    return num_ranks * arrays + num_processes * _INTERPRETER_BYTES
 
 
 #: (bytes of the largest step of text, maximum tokens of a prompt or None, maximum bytes for

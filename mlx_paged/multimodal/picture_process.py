@@ -6,8 +6,8 @@ pictures of any format take hundreds of megabytes, whose allocation and release 
 JPEGs are decoded here, at a fraction of their size.
 
 A process is this module, run by the same Python without MLX. It reads jobs from its standard input
-and writes an answer in JSON, then the pixels. It ends with its input, so none outlives the process
-that started it.
+and writes an answer in JSON, then the pixels, to a pipe of its own, because any library may print
+to standard output. It ends with its input, so none outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _MAX_PROCESSES = 2
 # Bytes of address space: the largest picture takes about 2 GiB, as JPEG 2000.
 _MAX_MEMORY = 6 << 30
 _NICENESS = 10  # the model's threads come first
+_STDERR = 2  # file descriptor
 _POLL_SECONDS = 0.1  # interval for noticing that a client has gone
 _COMMAND = (sys.executable, "-m", "mlx_paged.multimodal.picture_process")
 # It needs neither mlx-lm nor OpenBLAS.
@@ -166,21 +167,25 @@ def needs_process(content: bytes, limits: MediaLimits) -> bool:
 
 class _Process:
     def __init__(self, command: Sequence[str]) -> None:
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                **_ENVIRONMENT,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            },
-        )
-        assert self._popen.stdin is not None and self._popen.stdout is not None
+        reading, writing = os.pipe()
+        self._answers = Connection(reading, writable=False)
+        try:
+            self._popen = subprocess.Popen(
+                [*command, str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=_STDERR,
+                env={
+                    **os.environ,
+                    **_ENVIRONMENT,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
+                pass_fds=(writing,),
+            )
+        finally:
+            os.close(writing)
+        assert self._popen.stdin is not None
         self._jobs = Connection(os.dup(self._popen.stdin.fileno()), readable=False)
-        self._answers = Connection(os.dup(self._popen.stdout.fileno()), writable=False)
         self._popen.stdin.close()
-        self._popen.stdout.close()
         #: Ends it; at the latest when this process exits.
         self.end = weakref.finalize(self, _end, self._popen, self._jobs, self._answers)
 
@@ -219,9 +224,8 @@ def _limit_memory() -> None:
 
 def main() -> None:
     """Decodes jobs from standard input until it ends."""
-    # Output of libraries must not mix with answers.
-    jobs, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)
+    jobs = Connection(os.dup(0), writable=False)
+    answers = Connection(int(sys.argv[1]), readable=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process.
     _limit_memory()
     with suppress(OSError, AttributeError):  # Windows has none.

@@ -49,6 +49,7 @@ class ChildProcess:
         stdout: int | None = None,
         stderr: int | None = None,
         process_group: int | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> ChildProcess:
         """Runs a program; takes the arguments of `subprocess.Popen`.
 
@@ -63,14 +64,15 @@ class ChildProcess:
             stderr=stderr,
             env=environment,
             process_group=process_group,
+            pass_fds=pass_fds,
         )
         child = cls(process)
         if process.stdin is not None:
             child.stdin = await _writer(process.stdin)
         if process.stdout is not None:
-            child.stdout = await _reader(process.stdout)
+            child.stdout = await reader_of(process.stdout)
         if process.stderr is not None:
-            child.stderr = await _reader(process.stderr)
+            child.stderr = await reader_of(process.stderr)
         return child
 
     @property
@@ -112,8 +114,14 @@ class ChildProcess:
             self.stdin.close()
 
 
-async def _reader(pipe: IO[bytes]) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
+async def reader_of(pipe: IO[bytes], max_line: int = 1 << 16) -> asyncio.StreamReader:
+    """Returns a reader of a pipe.
+
+    Args:
+        pipe: The reader owns it.
+        max_line: Maximum bytes of a line.
+    """
+    reader = asyncio.StreamReader(max_line)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     return reader

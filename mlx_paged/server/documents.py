@@ -89,7 +89,7 @@ class Documents:
                 await process.wait()
         if process.returncode:
             return {"reason": "its text takes too much time or memory to extract"}
-        return json.loads(answer)
+        return json.loads(answer.rpartition(b"\n")[2])
 
 
 def _unreadable(where: str, reason: str) -> ApiError:

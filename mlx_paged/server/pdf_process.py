@@ -100,7 +100,8 @@ def main() -> None:
         found = {"reason": f"{error}"}
     except MemoryError:
         found = {"reason": "it takes too much memory"}
-    answers.write(json.dumps(found).encode())
+    # On a line of its own, after anything that was printed before.
+    answers.write(b"\n" + json.dumps(found).encode())
     answers.close()
 
 

@@ -139,6 +139,11 @@ class ServedModel:
         return self._renderer
 
     @property
+    def num_processes(self) -> int:
+        """Number of processes that serve it: the ranks, and this one if the engine is separate."""
+        return self.info.config.num_ranks + self._config.frontend_multiprocessing
+
+    @property
     def media_io(self) -> IoOptions:
         """How to read media if a request does not say."""
         return self.info.config.media_options.io

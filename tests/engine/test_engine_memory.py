@@ -54,6 +54,21 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch) -> None:
     assert sized(monkeypatch, EngineConfig(), on_cpu=False, **machine) == (55, 15)
 
 
+def test_the_memory_of_a_served_model_is_that_of_all_its_processes(monkeypatch) -> None:
+    usage = memory.MemoryUsage(active=1000, cached=7, peak=2000, cache_limit=500)
+
+    def served(num_ranks: int, num_processes: int, *, has_cuda: bool = False) -> int:
+        platform = platform_with(has_cuda=has_cuda)
+        monkeypatch.setattr(memory.Platform, "current", lambda: platform)
+        return memory.served_memory(usage, num_ranks, num_processes)
+
+    interpreter = served(1, 1) - 1500
+    assert interpreter > 100 << 20
+    assert served(1, 2) == 1500 + 2 * interpreter  # a server, and its engine
+    assert served(2, 3) == 2 * 1500 + 3 * interpreter
+    assert served(2, 3, has_cuda=True) == 1500  # on each GPU
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv_cache_memory": GIB}, {"num_gpu_blocks_override": 5, "gpu_memory_utilization": 0.5}],

@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,6 +218,29 @@ def test_the_end_of_the_process_ends_streams_and_calls() -> None:
             with pytest.raises(errors.EngineDeadError, match="SIGKILL"):
                 await call
         await engine.shutdown()
+
+    run(test())
+
+
+def fork_and_die(forked: Path) -> None:
+    if (pid := os.fork()) == 0:
+        time.sleep(600)
+    forked.write_text(str(pid))
+    os._exit(3)
+
+
+def test_the_end_of_a_process_whose_fork_lives_on(tmp_path) -> None:
+    """The forked one keeps the socket open."""
+    forked = tmp_path / "forked"
+
+    async def test() -> None:
+        engine = ProcessEngine.from_model(prepare=partial(fork_and_die, forked), **OPTIONS)
+        try:
+            with pytest.raises(errors.EngineDeadError, match="exit status 3"):
+                await engine.ready()
+            await engine.shutdown()
+        finally:
+            os.kill(int(forked.read_text()), signal.SIGKILL)
 
     run(test())
 

@@ -103,7 +103,7 @@ def test_an_error_of_rank_0_that_another_one_caused(two: tuple[Followers, list[O
 def test_an_error_of_rank_0_itself(
     two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    monkeypatch.setattr(life, "_CAUSE_TIMEOUT", 0.0)
     followers, others = two
     assert followers.failed(ValueError("bad")).reason == "rank 0 of 3 failed: ValueError: bad"
     assert others[0].life.recv(1) == b""
@@ -133,6 +133,39 @@ def test_how_a_process_ended_that_left_no_words(code: str, how: str) -> None:
     followers = Followers([other.follower])
     other.end()
     assert failure_of(followers) == f"rank 1 of 2 {how}"
+
+
+class Dying:
+    """A process whose socket is closed, and whose exit is reported when the test says so."""
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        self.reported = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and timeout is not None:
+            raise subprocess.TimeoutExpired("a rank", timeout)
+        assert self.reported.wait(SECONDS)
+        self.returncode = -9
+        return self.returncode
+
+    def kill(self) -> None: ...
+
+
+def test_a_late_report_of_an_exit_is_still_the_reason() -> None:
+    process = Dying()
+    other = Other(1, process)  # type: ignore[arg-type]
+    followers = Followers([other.follower])
+    found: list[str] = []
+    lost = RuntimeError("[ring] connection to a peer was lost")
+    failing = threading.Thread(target=lambda: found.append(followers.failed(lost).reason))
+    other.end()
+    failing.start()
+    assert followers._has_ended.wait(SECONDS) and followers.failure is None
+    process.reported.set()
+    failing.join(SECONDS)
+    assert found == [failure_of(followers)] == ["rank 1 of 2 was ended by SIGKILL"]
+    followers.close()
 
 
 def test_a_step_that_never_ends_is_told_and_ends_the_process(
@@ -181,7 +214,7 @@ def test_rank_0_does_not_wait_forever(
     two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(life, "_CONNECT_TIMEOUT", 0.01)
-    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    monkeypatch.setattr(life, "_CAUSE_TIMEOUT", 0.0)
     followers, _ = two
     ended = threading.Event()
     with pytest.raises(EngineDeadError, match="the ranks did not connect within"):
@@ -192,7 +225,7 @@ def test_rank_0_does_not_wait_forever(
 def test_what_fails_while_rank_0_waits(
     two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    monkeypatch.setattr(life, "_CAUSE_TIMEOUT", 0.0)
     followers, _ = two
 
     def fail() -> None:
@@ -256,7 +289,7 @@ def test_a_fault_is_not_run_again_in_parts(
     two: tuple[Followers, list[Other]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks may wait in the collectives of the step that failed."""
-    monkeypatch.setattr(life, "_REPORT_TIMEOUT", 0.0)
+    monkeypatch.setattr(life, "_CAUSE_TIMEOUT", 0.0)
     followers, _ = two
     engine = Engine(embedded_twin())
     executor = RanksExecutor(engine._runner, Ranks(followers, None))  # type: ignore[arg-type]

@@ -93,6 +93,14 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_one_starts_anot
     mortal.close()
 
 
+def test_prints_of_libraries_are_no_answers() -> None:
+    prints = "import os; os.write(1, bytes(range(1, 9)))"
+    module = "from mlx_paged.multimodal import picture_process; picture_process.main()"
+    chatty = PictureProcesses((sys.executable, "-c", f"{prints}; {module}"))
+    assert image_of(chatty, webp()).size == (700, 500)
+    chatty.close()
+
+
 def test_a_client_that_has_gone_ends_the_process_that_decodes_for_it() -> None:
     slow = PictureProcesses((sys.executable, "-c", "import sys; sys.stdin.buffer.read()"))
     gone = threading.Event()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.catalog import ModelState
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.router.pool import ModelPool
+from mlx_paged.server.router.pool import ModelPool, PooledModel
 from mlx_paged.server.router.process import LoadedModel, ProcessFailedError
-from mlx_paged.server.router.spec import ModelSpec
+from mlx_paged.server.router.spec import PROCESS_BYTES, ModelSpec
 
 GIB = 1 << 30
 ACTIONS = ("request", "request", "load", "fail", "end", "die", "unload")
@@ -98,6 +98,14 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
 
     runs.__name__ = test.__name__
     return runs
+
+
+def test_before_the_first_load_every_process_of_every_copy_counts() -> None:
+    names = ModelSpec("one", None), ModelSpec("two", None, num_processes=2)
+    one, two = (PooledModel(spec).memory for spec in names)
+    assert two - one == PROCESS_BYTES
+    copies = ModelSpec("copies", None, num_processes=2, environments=({}, {}))
+    assert PooledModel(copies).memory == 2 * two
 
 
 async def settled() -> None:

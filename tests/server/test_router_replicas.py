@@ -400,12 +400,12 @@ def test_a_long_body_is_parsed_on_a_thread(length: int, monkeypatch: pytest.Monk
 
 
 class Child:
-    """A child process that ends at a signal, and whose output stays open."""
+    """A child process that ends at a signal, and whose pipe stays open."""
 
     pid = 0
 
     def __init__(self) -> None:
-        self.stdout = asyncio.StreamReader()
+        self.reports = asyncio.StreamReader()
         self._ended = asyncio.Event()
 
     async def wait(self) -> int:
@@ -423,11 +423,12 @@ def test_a_process_that_was_stopped_runs_nothing_in_the_background() -> None:
         child = Child()
         made = ModelProcess(
             child,  # type: ignore[arg-type]
+            child.reports,
             Path("/nowhere/socket"),
             lambda account, num_tokens: None,
             lambda replica, count: counts.append(count),
         )
-        child.stdout.feed_data(b'{"memory": 1}\n{"background": 2}\n')
+        child.reports.feed_data(b'{"memory": 1}\n{"background": 2}\n')
         await settled()
         await made.stop(0)
         await settled()

@@ -136,6 +136,14 @@ def test_a_process_that_hangs_or_dies_is_a_clear_error(command, seconds, reason)
     )  # fmt: skip
 
 
+def test_prints_of_libraries_are_no_answers() -> None:
+    prints = "print('a library says this', end='', flush=True)"
+    module = "from mlx_paged.server import pdf_process; pdf_process.main()"
+    command = (sys.executable, "-c", f"{prints}; {module}")
+    _, num_pages = asyncio.run(Documents(command).text_of(REPORT, "data"))
+    assert num_pages == 3
+
+
 def test_without_pypdf_the_error_names_the_extra(client, monkeypatch) -> None:
     monkeypatch.setattr(documents, "find_spec", lambda name: None)
     message = extract(client, REPORT).json()["error"]["message"]

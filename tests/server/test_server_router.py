@@ -550,4 +550,5 @@ def test_an_engine_of_several_models_may_have_its_own_process(
     for spec in seen:
         _, _, server = pickle.loads(spec.launch)
         assert server.frontend_multiprocessing
+        assert spec.num_processes == 2
     assert len(seen) == 2

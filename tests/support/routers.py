@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from mlx_paged.cli.main import app
 from mlx_paged.cli.serve.one_model import OneModel
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.server.child_process import reader_of
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.router import endpoints
 from mlx_paged.server.router.link import RouterLink
@@ -95,7 +96,7 @@ class _Thread:
         self._path = path
         reading, writing = os.pipe()
         self._reading, self._pipe = os.fdopen(reading, "rb", 0), os.fdopen(writing, "w")
-        self.stdout = asyncio.StreamReader()
+        self.reports: asyncio.StreamReader
         self._ended: asyncio.Future[int] = asyncio.Future()
         self._served: ServiceThread | None = None
         self._loop = asyncio.get_running_loop()
@@ -113,8 +114,7 @@ class _Thread:
         threading.Thread(target=self._wait, args=(listening,), daemon=True).start()
 
     async def start(self) -> None:
-        protocol = asyncio.StreamReaderProtocol(self.stdout)
-        await self._loop.connect_read_pipe(lambda: protocol, self._reading)
+        self.reports = await reader_of(self._reading)
 
     def _wait(self, listening: Any) -> None:
         assert self._served is not None
@@ -148,7 +148,7 @@ async def _started(
     """Stands for `ModelProcess.start`."""
     thread = _Thread(spec, path)
     await thread.start()
-    return ModelProcess(thread, path, on_used, on_background)  # type: ignore[arg-type]
+    return ModelProcess(thread, thread.reports, path, on_used, on_background)  # type: ignore[arg-type]
 
 
 class Router:

@@ -21,9 +21,9 @@ def main() -> None:
     """Serves the model that the router describes until a signal arrives or the router exits."""
     transformers_import.arrange()
     unpatch()
-    # The router reads this pipe, so prints must go elsewhere.
-    pipe = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    reports = int(sys.argv[2])
+    os.set_inheritable(reports, False)
+    pipe = os.fdopen(reports, "w")
     given = sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little"))
     uds = Path(sys.argv[1])
     threading.Thread(target=_end_with_router, args=(uds,), daemon=True).start()

@@ -473,3 +473,8 @@ class ModelOptions:
             "--allow-runtime-lora-updating",
         ),
     ] = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes among which each replica is divided."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

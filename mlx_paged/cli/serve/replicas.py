@@ -20,8 +20,7 @@ def environments_of(options: ModelOptions) -> tuple[Mapping[str, str], ...]:
     Raises:
         InvalidParameterError: This machine cannot run the replicas, and why.
     """
-    size = options.data_parallel_size
-    num_ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    size, num_ranks = options.data_parallel_size, options.num_ranks
     if size == 1:
         return ({},)
     if launched_rank() is not None:

@@ -75,6 +75,7 @@ def run_several(
                 model.model,
                 tuple(aliases),
                 kv_bytes=_kv_bytes(options),
+                num_processes=options.num_ranks + server.frontend_multiprocessing,
                 pinned=model.pinned or len(models) == 1,
                 preload=model.preload,
                 ttl=model.ttl,
@@ -132,9 +133,10 @@ def _is_sized(options: ModelOptions) -> bool:
 def _kv_bytes(options: ModelOptions) -> int:
     """Estimates the bytes of a KV cache; blocks are counted once the model is loaded."""
     from mlx_paged.engine.memory import device_memory
+    from mlx_paged.platform import is_cpu_default
 
-    if options.kv_cache_memory is not None:
-        return options.kv_cache_memory
+    if options.kv_cache_memory is not None:  # of each rank
+        return options.kv_cache_memory * (options.num_ranks if is_cpu_default() else 1)
     if options.gpu_memory_utilization is not None:
         return int(options.gpu_memory_utilization * device_memory())
     return 0

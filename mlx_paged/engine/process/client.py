@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the process to exit after its last message before it is killed.
 _EXIT_TIMEOUT = 10.0
+# Seconds to read the last messages of a process that has exited. Only a process that it forked can
+# still hold the pipe open then.
+_MESSAGES_TIMEOUT = 1.0
 _ENTRY = "mlx_paged.engine.process.entry"
 
 
@@ -100,6 +103,8 @@ class ProcessEngine:
         self._pipe.send(start)
         self._thread = threading.Thread(target=self._receive, name="mlx-paged-pipe", daemon=True)
         self._thread.start()
+        self._exited = threading.Event()
+        threading.Thread(target=self._watch_exit, name="mlx-paged-exit", daemon=True).start()
         atexit.register(self._at_exit)
 
     @classmethod
@@ -259,9 +264,7 @@ class ProcessEngine:
 
     def _end(self) -> None:
         """Waits for the child to exit after its last message."""
-        try:
-            self._process.wait(_EXIT_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        if not self._exited.wait(_EXIT_TIMEOUT):
             self._process.kill()
         self._thread.join()
 
@@ -398,12 +401,20 @@ class ProcessEngine:
         wake_readers(self._sleepers)
 
     def _how_it_ended(self) -> str:
-        try:
-            status = self._process.wait(_EXIT_TIMEOUT)
-        except subprocess.TimeoutExpired:
+        if not self._exited.wait(_EXIT_TIMEOUT):
             self._process.kill()
             return "it closed its pipe"
+        status: int = self._process.returncode
         return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    # On a thread of its own.
+
+    def _watch_exit(self) -> None:
+        """Closes the pipe once the child has exited, so that `_receive` ends in any case."""
+        self._process.wait()
+        self._exited.set()
+        self._thread.join(_MESSAGES_TIMEOUT)
+        self._pipe.close()
 
 
 def _ignore(_: int) -> None:

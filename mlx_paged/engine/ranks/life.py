@@ -48,8 +48,11 @@ _EXIT_TIMEOUT = 5.0
 _PARENT_INTERVAL = 1.0
 # Seconds for ranks to connect once all of them are ready.
 _CONNECT_TIMEOUT = 60.0
-# Seconds for the system to report the exit of a process whose socket it has closed.
-_REPORT_TIMEOUT = 2.0
+# Seconds for rank 0, after an error, to notice that another rank ended and may have caused it.
+_CAUSE_TIMEOUT = 2.0
+# Seconds for the system to report the exit of a process whose socket it has closed. Only a driver
+# that hangs takes long.
+_REPORT_TIMEOUT = 30.0
 
 
 @dataclass
@@ -84,6 +87,9 @@ class Followers:
         self.on_stuck: Callable[[str], object] = lambda reason: None
         self._followers = followers
         self._lock = threading.Lock()
+        self._has_ended = (
+            threading.Event()
+        )  # set once another rank ends, before its reason is known
         self._failed = threading.Event()
         self._waiting: Future[Any] | None = None  # the result of `wait`
         self._depth = 0  # of operations that rank 0 is in
@@ -184,8 +190,9 @@ class Followers:
         """
         if isinstance(error, EngineDeadError):
             return error
-        if not self._failed.wait(_REPORT_TIMEOUT):
-            self._fail(f"rank 0 of {self.size} failed: {reason_of(error)}")
+        if self._has_ended.wait(_CAUSE_TIMEOUT):
+            self._failed.wait(_REPORT_TIMEOUT)
+        self._fail(f"rank 0 of {self.size} failed: {reason_of(error)}")
         return EngineDeadError(str(self.failure))
 
     def close(self) -> None:
@@ -218,6 +225,7 @@ class Followers:
         follower.life.close()
         if self._is_closed or self._failed.is_set():
             return
+        self._has_ended.set()
         how = words or _how_it_ended(follower.process)
         self._fail(f"rank {follower.rank} of {self.size} {how}")
 
@@ -311,9 +319,12 @@ def _how_it_ended(process: subprocess.Popen[bytes] | None) -> str:
     """Describes how a process ended that sent no last words."""
     if process is None:
         return "ended"
-    try:
-        status = process.wait(_REPORT_TIMEOUT)
-    except subprocess.TimeoutExpired:
+    # On a thread, because `Popen.wait` polls if it has a timeout.
+    reaping = threading.Thread(target=process.wait, name="mlx-paged-reap", daemon=True)
+    reaping.start()
+    reaping.join(_REPORT_TIMEOUT)
+    status = process.returncode
+    if status is None:
         return "closed its connection"
     if status >= 0:
         return f"ended with status {status}"

@@ -1,8 +1,8 @@
 """RouterLink: connects a model's process to the router that started it.
 
-The router marks requests with two headers and reads JSON lines from the process. The first line has
-the fields of `LoadedModel` or the reason for a failure; later lines report the tokens used by
-rate-limited clients, and the number of background responses.
+The router marks requests with two headers. The process writes reports to a pipe, as lines of JSON.
+The first line has the fields of `LoadedModel` or the reason for a failure; later lines report the
+tokens used by rate-limited clients, and the number of background responses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.engine.memory import process_memory
+from mlx_paged.engine.memory import served_memory
 from mlx_paged.server.router.process import LoadedModel
 from mlx_paged.server.served_model import ServedModel
 
@@ -46,7 +46,7 @@ class RouterLink:
             return
         stats = await model.engine.stats()
         loaded = LoadedModel(
-            process_memory(stats.memory),
+            served_memory(stats.memory, model.info.config.num_ranks, model.num_processes),
             model.renderer.max_model_len,
             model.input_modalities,
             model.lora_modules.names,

@@ -127,8 +127,9 @@ class PooledModel:
         """Bytes that the model takes when loaded: measured, or estimated before the first load."""
         if self.loaded is not None:
             return self.loaded.memory
-        one = (self.files.weight_bytes or 0) + self.spec.kv_bytes + PROCESS_BYTES
-        return one * self.spec.num_copies
+        spec = self.spec
+        processes = spec.num_processes * PROCESS_BYTES
+        return spec.num_copies * ((self.files.weight_bytes or 0) + spec.kv_bytes + processes)
 
     @property
     def adapters(self) -> tuple[str, ...]:

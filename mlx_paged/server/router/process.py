@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_paged.server.child_process import PIPE, ChildProcess
+from mlx_paged.server.child_process import PIPE, ChildProcess, reader_of
 from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import ModelSpec
 
@@ -30,8 +30,14 @@ OnBackground = Callable[[Replica, int], None]
 #: Environment variable: the replica's number, for its log lines.
 REPLICA = "MLX_PAGED_REPLICA"
 
+_STDERR = 2  # file descriptor
 # Seconds for a process to exit after its requests have finished, before it is killed.
 _EXIT_TIMEOUT = 10.0
+# Seconds to read the last reports of a process that has exited. Only a process that it forked can
+# still hold the pipe open then.
+_REPORTS_TIMEOUT = 1.0
+# Maximum bytes of a report, which names every adapter.
+_MAX_REPORT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class LoadedModel:
     """A process's report about its loaded model.
 
     Attributes:
-        memory: Bytes of the process: weights, the whole KV cache, and the interpreter.
+        memory: Bytes of its processes: weights, the whole KV cache, and the interpreters.
         max_model_len: Maximum tokens of prompt and answer; None: no limit.
         input_modalities: "text", and the kinds of media that the model accepts.
         adapters: Names of its LoRA adapters.
@@ -96,22 +102,34 @@ class ServingProcess(Protocol):
 class ModelProcess:
     """See `ServingProcess`.
 
+    The child reads its options from stdin; end of file tells it that the router is gone.
+
+    Args:
+        process: The child.
+        reports: What it reports; see `link`.
+        socket: See below.
+        on_used: See its type.
+        on_background: See its type.
+
     Attributes:
         socket: The Unix domain socket that it listens on.
-
-    The child reads its options from stdin; end of file tells it that the router is gone. `link`
-    describes its stdout.
     """
 
     def __init__(
-        self, process: ChildProcess, socket: Path, on_used: OnUsed, on_background: OnBackground
+        self,
+        process: ChildProcess,
+        reports: asyncio.StreamReader,
+        socket: Path,
+        on_used: OnUsed,
+        on_background: OnBackground,
     ) -> None:
         self.socket = socket
         self._replica = Replica(socket)
         self._process = process
+        self._reports = reports
         self._on_used = on_used
         self._on_background = on_background
-        self._loaded: asyncio.Future[dict[str, Any] | None] = asyncio.Future()
+        self._loaded: asyncio.Future[LoadedModel | ProcessFailedError | None] = asyncio.Future()
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
@@ -135,16 +153,27 @@ class ModelProcess:
         """
         # Same sys.path as here, without the working directory.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
-        process = await ChildProcess.start(
-            [sys.executable, "-c", code, str(socket)],
-            environment={**os.environ, **environment},
-            stdin=PIPE,
-            stdout=PIPE,
-            # Ctrl-C is for the router, which shuts its children down. Not a new session: Linux
-            # shares processors between sessions, which stalled the router for seconds.
-            process_group=0,
-        )
-        started = cls(process, socket, on_used, on_background)
+        # Reports have a pipe of their own, because any library may print to stdout.
+        reading, writing = os.pipe()
+        pipe = os.fdopen(reading, "rb", buffering=0)
+        try:
+            process = await ChildProcess.start(
+                [sys.executable, "-c", code, str(socket), str(writing)],
+                environment={**os.environ, **environment},
+                stdin=PIPE,
+                stdout=_STDERR,
+                # Ctrl-C is for the router, which shuts its children down. Not a new session: Linux
+                # shares processors between sessions, which stalled the router for seconds.
+                process_group=0,
+                pass_fds=(writing,),
+            )
+        except BaseException:
+            pipe.close()
+            raise
+        finally:
+            os.close(writing)
+        reports = await reader_of(pipe, _MAX_REPORT)
+        started = cls(process, reports, socket, on_used, on_background)
         assert process.stdin is not None
         process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
         return started
@@ -165,18 +194,13 @@ class ModelProcess:
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""
-        report = await asyncio.shield(self._loaded)
-        if report is None:
+        loaded = await asyncio.shield(self._loaded)
+        if loaded is None:
             how = await self.ended()
             raise ProcessFailedError(f"its process ended while it was loading ({how})")
-        if "failure" in report:
-            raise ProcessFailedError(report["failure"])
-        return LoadedModel(
-            report["memory"],
-            report["max_model_len"],
-            tuple(report["input_modalities"]),
-            tuple(report["adapters"]),
-        )
+        if isinstance(loaded, ProcessFailedError):
+            raise loaded
+        return loaded
 
     async def ended(self) -> str:
         """See `ServingProcess`."""
@@ -206,18 +230,44 @@ class ModelProcess:
         self._process.kill()
 
     async def _listen(self) -> None:
-        """Reads the process's reports until it exits."""
-        assert self._process.stdout is not None
+        """Reads the process's reports until it closes their pipe, or exits."""
+        reading = asyncio.ensure_future(self._read())
+        ending = asyncio.ensure_future(self._process.wait())
         try:
-            async for line in self._process.stdout:
-                report = json.loads(line)
-                if not self._loaded.done():
-                    self._loaded.set_result(report)
-                for account, num_tokens in report.get("used", {}).items():
-                    self._on_used(int(account), num_tokens)
-                if "background" in report:
-                    self._on_background(self._replica, report["background"])
+            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading}, timeout=_REPORTS_TIMEOUT)
         finally:  # Also when `stop` cancels this task.
+            reading.cancel()
+            ending.cancel()
             self._on_background(self._replica, 0)
+            if not self._loaded.done():
+                self._loaded.set_result(None)
+
+    async def _read(self) -> None:
+        try:
+            async for line in self._reports:
+                if line.endswith(b"\n"):  # Otherwise the process died while it was writing.
+                    self._take(json.loads(line))
+        except Exception as error:
+            # Unread reports would block the process, and its tokens would not be counted.
+            logger.exception("a report of process %d cannot be used", self._process.pid)
+            if not self._loaded.done():
+                failure = ProcessFailedError(f"a report of its process cannot be used: {error}")
+                self._loaded.set_result(failure)
+            self.kill()
+
+    def _take(self, report: dict[str, Any]) -> None:
         if not self._loaded.done():
-            self._loaded.set_result(None)
+            self._loaded.set_result(_loaded_of(report))
+        for account, num_tokens in report.get("used", {}).items():
+            self._on_used(int(account), num_tokens)
+        if "background" in report:
+            self._on_background(self._replica, report["background"])
+
+
+def _loaded_of(report: dict[str, Any]) -> LoadedModel | ProcessFailedError:
+    """Converts the first report of a process."""
+    if "failure" in report:
+        return ProcessFailedError(report["failure"])
+    lists: dict[str, Any] = {n: tuple(v) for n, v in report.items() if isinstance(v, list)}
+    return LoadedModel(**{**report, **lists})

@@ -21,7 +21,8 @@ class ModelSpec:
         name: The name in answers.
         path: Directory, GGUF file or hub id; None: the embedded model.
         aliases: Other names that requests may use.
-        kv_bytes: Bytes of its KV cache.
+        kv_bytes: Bytes of the KV cache of one replica, on all its ranks.
+        num_processes: Processes of one replica: its ranks, and the server if that is separate.
         pinned: Never unload it to make room or for idleness.
         preload: Load it when the server starts.
         ttl: Seconds without requests after which it is unloaded; None: no limit.
@@ -36,6 +37,7 @@ class ModelSpec:
     path: str | None
     aliases: tuple[str, ...] = ()
     kv_bytes: int = 0
+    num_processes: int = 1
     pinned: bool = False
     preload: bool = False
     ttl: float | None = None
