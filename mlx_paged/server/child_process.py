@@ -67,12 +67,16 @@ class ChildProcess:
             pass_fds=pass_fds,
         )
         child = cls(process)
-        if process.stdin is not None:
-            child.stdin = await _writer(process.stdin)
-        if process.stdout is not None:
-            child.stdout = await reader_of(process.stdout)
-        if process.stderr is not None:
-            child.stderr = await reader_of(process.stderr)
+        try:
+            if process.stdin is not None:
+                child.stdin = await _writer(process.stdin)
+            if process.stdout is not None:
+                child.stdout = await reader_of(process.stdout)
+            if process.stderr is not None:
+                child.stderr = await reader_of(process.stderr)
+        except BaseException:  # Such as a cancellation: nobody else knows the process.
+            child.kill()
+            raise
         return child
 
     @property

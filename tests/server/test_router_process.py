@@ -13,10 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.memory import MemoryUsage, served_memory
+from mlx_paged.server import child_process
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.router.link import RouterLink
 from mlx_paged.server.router.process import LoadedModel, ModelProcess, ProcessFailedError
@@ -136,6 +138,28 @@ def test_a_process_that_dies_within_a_report(started) -> None:
         assert await failure(process) == "its process ended while it was loading (exit status 3)"
 
     asyncio.run(run())
+
+
+def test_a_canceled_start_leaves_no_process(started, monkeypatch) -> None:
+    async def cancel(_: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(child_process, "_writer", cancel)
+    before = psutil.Process().children()
+
+    async def run() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            await started("time.sleep(600)")
+
+    asyncio.run(run())
+    own = [each for each in psutil.Process().children() if each not in before]
+    _, alive = psutil.wait_procs(own, timeout=60)
+    for each in alive:
+        each.kill()
+    assert not alive
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")

@@ -221,7 +221,7 @@ class Followers:
     # On one thread per follower.
 
     def _watch(self, follower: Follower) -> None:
-        words = _until_end(follower.life)
+        words = _read_last_words(follower.life)
         follower.life.close()
         if self._is_closed or self._failed.is_set():
             return
@@ -307,7 +307,7 @@ def _end_with_rank_0(life: socket.socket, parent: int | None) -> None:
     os._exit(1)
 
 
-def _until_end(life: socket.socket) -> str:
+def _read_last_words(life: socket.socket) -> str:
     words = b""
     with contextlib.suppress(OSError):
         while got := life.recv(_MAX_WORDS):

@@ -182,7 +182,7 @@ class Lease:
             self._is_released = True
             if self._replica is not None:
                 self._replica.num_requests -= 1
-            self._pool.end(self._model)
+            self._pool.end_request(self._model)
 
 
 class ModelPool:
@@ -270,7 +270,7 @@ class ModelPool:
         """See `ModelCatalog`."""
         model = self.find(name)
         model.keep_alive = seconds
-        self._plan_end(model)
+        self._restart_idle_timer(model)
 
     def _status_of(self, model: PooledModel) -> ModelStatus:
         spec, loaded = model.spec, model.loaded
@@ -327,7 +327,7 @@ class ModelPool:
         model = self.find(name)
         model.num_requests += 1
         model.unused.clear()
-        self._plan_end(model)
+        self._restart_idle_timer(model)
         if not isinstance(keep_alive, KeepAlive):
             model.keep_alive = keep_alive
         return Lease(self, model)
@@ -346,7 +346,7 @@ class ModelPool:
                     headers={"Retry-After": str(RETRY_AFTER)},
                 )
             if model.loading is None:
-                self._begin_loading(model)
+                self._start_loading(model)
             loading = model.loading
             assert loading is not None
             model.num_waiting += 1
@@ -363,7 +363,7 @@ class ModelPool:
         assert model.process is not None
         return model.process
 
-    def end(self, model: PooledModel) -> None:
+    def end_request(self, model: PooledModel) -> None:
         """See `Lease.release`."""
         model.num_requests -= 1
         model.last_used = time.time()
@@ -371,14 +371,14 @@ class ModelPool:
         model.turn = self._turn
         if model.num_requests == 0:
             model.unused.set()
-            self._plan_end(model)
+            self._restart_idle_timer(model)
 
     # Loading.
 
-    def _begin_loading(self, model: PooledModel) -> None:
+    def _start_loading(self, model: PooledModel) -> None:
         def end(_: object) -> None:  # Runs before the tasks that await this one resume.
             model.loading = None
-            self._plan_end(model)
+            self._restart_idle_timer(model)
 
         model.loading = self._spawn(self._load(model))
         model.loading.add_done_callback(end)
@@ -507,7 +507,7 @@ class ModelPool:
 
     # Unloading.
 
-    def _plan_end(self, model: PooledModel) -> None:
+    def _restart_idle_timer(self, model: PooledModel) -> None:
         """Restarts or clears a model's idle timer."""
         if model.timer is not None:
             model.timer.cancel()
@@ -532,7 +532,7 @@ class ModelPool:
             return
         if model.stopping is None:
             model.stopping = self._spawn(self._end_process(model, model.process, drain_timeout))
-            self._plan_end(model)
+            self._restart_idle_timer(model)
         await asyncio.wait({model.stopping})
 
     async def _end_process(

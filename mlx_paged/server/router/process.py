@@ -155,8 +155,8 @@ class ModelProcess:
         code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
         # Reports have a pipe of their own, because any library may print to stdout.
         reading, writing = os.pipe()
-        pipe = os.fdopen(reading, "rb", buffering=0)
         try:
+            reports = await reader_of(os.fdopen(reading, "rb", buffering=0), _MAX_REPORT)
             process = await ChildProcess.start(
                 [sys.executable, "-c", code, str(socket), str(writing)],
                 environment={**os.environ, **environment},
@@ -167,12 +167,8 @@ class ModelProcess:
                 process_group=0,
                 pass_fds=(writing,),
             )
-        except BaseException:
-            pipe.close()
-            raise
         finally:
-            os.close(writing)
-        reports = await reader_of(pipe, _MAX_REPORT)
+            os.close(writing)  # The reader closes its end then, unless a process has the other.
         started = cls(process, reports, socket, on_used, on_background)
         assert process.stdin is not None
         process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
