@@ -115,6 +115,11 @@ class ServerContext(ABC):
     _arriving: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
+    def is_quiet(self) -> bool:
+        """True if no request is unfinished."""
+        return not self.metrics.server_load
+
+    @property
     @abstractmethod
     def phase(self) -> Phase:
         """The server's current state."""
@@ -248,8 +253,8 @@ class Context(ServerContext):
 
     @property
     def is_quiet(self) -> bool:
-        """True if no request is unfinished."""
-        return not self.underway and not self.metrics.server_load
+        """See `ServerContext`."""
+        return not self.underway and super().is_quiet
 
     @property
     def max_body_size(self) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.quiet_gc import QuietGC
 from mlx_paged.server.router.app import create_router
 from mlx_paged.server.router.context import RouterContext
-from mlx_paged.server.router.pool import Lease, ModelPool
+from mlx_paged.server.router.pool import Lease, ModelPool, PooledModel
 from mlx_paged.server.router.process import REPLICA, ModelProcess, ServingProcess
 from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import Replica
@@ -24,6 +25,8 @@ from mlx_paged.server.router.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+# Seconds between checks that no request is running, when garbage may be collected.
+_LOOK_INTERVAL = 0.25
 
 
 class RouterService:
@@ -78,17 +81,28 @@ class RouterService:
         names = ", ".join(model.name for model in self._pool.models)
         budget = self._pool.budget / _GIB
         logger.info("ready: models %s at %s, within %.1f GiB", names, address, budget)
-        for model in self._pool.models:
-            if model.spec.preload:
-                try:
-                    await self._pool.load(model.name)
-                except ApiError as error:  # The reason is logged, unless there was no room.
-                    logger.warning("the model %s is not preloaded: %s", model.name, error.message)
-                    if len(self._pool.models) == 1 and not self.is_draining:
-                        return 1
-        self._context.is_preloading = False
-        await asyncio.Event().wait()
-        return None
+        with QuietGC(lambda: self._context.is_quiet) as collector:
+            for model in self._pool.models:
+                if model.spec.preload and not await self._preload(model) and self._is_useless:
+                    return 1
+            self._context.is_preloading = False
+            while True:
+                await asyncio.sleep(_LOOK_INTERVAL)
+                collector.look()
+
+    async def _preload(self, model: PooledModel) -> bool:
+        """Loads a model; False if it cannot be loaded."""
+        try:
+            await self._pool.load(model.name)
+        except ApiError as error:  # The reason is logged, unless there was no room.
+            logger.warning("the model %s is not preloaded: %s", model.name, error.message)
+            return False
+        return True
+
+    @property
+    def _is_useless(self) -> bool:
+        """True if there is no other model to serve once one has failed."""
+        return len(self._pool.models) == 1 and not self.is_draining
 
     async def _start(self, entry: str, spec: ModelSpec) -> ServingProcess:
         start = partial(self._start_one, entry, spec)
