@@ -318,6 +318,56 @@ LaunchList ApplyTokenBitmask::launches(const Arrays& in, const Arrays& out, Gpu)
   return {{launch}, {}};
 }
 
+LaunchList EditLogits::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  const auto& logits = in[0];
+  LaunchList list;
+  if (out[0].data_shared_ptr() != logits.data_shared_ptr()) {
+    paged::StridedParams params{};
+    params.shape_2 = logits.shape(0);
+    params.shape_3 = logits.shape(1);
+    params.stride_2 = logits.shape(1);
+    params.stride_3 = 1;
+    Launch copy;
+    copy.kernel = kernel_named("copy_strided_32");
+    copy.buffers = {bind(in, out, 0), bind(in, out, 6)};
+    copy.constants = bytes_of(params);
+    copy.grid = {div_up(int64_t(logits.size()), kThreads), 1, 1};
+    copy.threadgroup = {kThreads, 1, 1};
+    list.launches.push_back(copy);
+  }
+  paged::EditParams params{logits.shape(1)};
+  Launch edit;
+  edit.kernel = kernel_named("edit_logits");
+  for (int operand = 1; operand < 7; operand++) {
+    edit.buffers.push_back(bind(in, out, operand));
+  }
+  edit.buffers.back().access = Access::read_write;
+  edit.constants = bytes_of(params);
+  edit.grid = {uint32_t(in[1].shape(0)), 1, 1};
+  edit.threadgroup = {kThreads, 1, 1};
+  edit.threadgroup_memory = 16;
+  list.launches.push_back(edit);
+  return list;
+}
+
+LaunchList TakeRows::launches(const Arrays& in, const Arrays& out, Gpu) const {
+  if (out[0].size() == 0) {
+    return {};
+  }
+  paged::TakeParams params{};
+  params.num_rows = in[0].shape(1);
+  params.num_ids = in[1].shape(1);
+  params.width = in[0].shape(2);
+  params.size = int(uint32_t(out[0].size()));
+  Launch launch;
+  launch.kernel = kernel_named("take_rows_" + std::to_string(8 * in[0].itemsize()));
+  launch.buffers = {bind(in, out, 0), bind(in, out, 1), bind(in, out, 2)};
+  launch.constants = bytes_of(params);
+  launch.grid = {div_up(int64_t(out[0].size()), kThreads), 1, 1};
+  launch.threadgroup = {kThreads, 1, 1};
+  return {{launch}, {}};
+}
+
 LaunchList copy_strided_launches(const Arrays& in, const Arrays& out) {
   const auto& a = in[0];
   paged::StridedParams params{};

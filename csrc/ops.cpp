@@ -259,6 +259,55 @@ mx::array apply_token_bitmask(
       {dense(logits, s), dense(bitmask, s), dense(rows, s)});
 }
 
+mx::array edit_logits(
+    const mx::array& logits, const mx::array& rows, const mx::array& factors,
+    const mx::array& entries, const mx::array& values, const mx::array& newest,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("edit_logits");
+  auto require_float32 = [&](const mx::array& a, const char* name) {
+    v.require(a.dtype() == mx::float32, name, "float32", a.dtype());
+  };
+  v.shape(logits, "logits", {-1, -1});
+  require_float32(logits, "logits");
+  v.shape(rows, "rows", {-1, 5});
+  v.int32(rows, "rows");
+  v.shape(factors, "factors", {rows.shape(0), 3});
+  require_float32(factors, "factors");
+  v.shape(entries, "entries", {-1, 2});
+  v.int32(entries, "entries");
+  v.require(entries.shape(0) > 0, "the number of entries", "at least 1", entries.shape(0));
+  v.shape(values, "values", {entries.shape(0)});
+  require_float32(values, "values");
+  v.shape(newest, "newest", {-1});
+  v.int32(newest, "newest");
+  v.require(newest.shape(0) > 0, "the number of newest tokens", "at least 1", newest.shape(0));
+  if (rows.shape(0) == 0) {
+    return logits;
+  }
+  return mx::array(
+      logits.shape(), mx::float32, std::make_shared<EditLogits>(s),
+      {dense(logits, s), dense(rows, s), dense(factors, s), dense(entries, s), dense(values, s),
+       dense(newest, s)});
+}
+
+mx::array take_rows(const mx::array& a, const mx::array& ids, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("take_rows");
+  v.shape(a, "a", {-1, -1, -1});
+  v.require(
+      a.itemsize() == 4 || a.itemsize() == 2, "the dtype of a", "of 16 or 32 bits", a.dtype());
+  v.shape(ids, "ids", {a.shape(0), -1});
+  v.require(
+      ids.dtype() == mx::int32 || ids.dtype() == mx::uint32, "ids", "int32 or uint32", ids.dtype());
+  v.require(ids.size() == 0 || a.shape(1) > 0, "the number of rows", "at least 1", a.shape(1));
+  uint64_t size = uint64_t(ids.size()) * a.shape(2);
+  v.require(size < uint64_t(1) << 32, "the size of the result", "below 2^32", size);
+  return mx::array(
+      {ids.shape(0), ids.shape(1), a.shape(2)}, a.dtype(), std::make_shared<TakeRows>(s),
+      {dense(a, s), dense(ids, s)});
+}
+
 // --- Ids and slots ---
 
 template <typename... Parts>
@@ -421,6 +470,36 @@ void ApplyTokenBitmask::check(const Arrays& in) const {
   }
 }
 
+void EditLogits::check(const Arrays& in) const {
+  auto require_below = [](int64_t id, int64_t count, const char* what) {
+    require_id(
+        id >= 0 && id < count, "[edit_logits] ", what, " must be in [0, ", count, ") but got ", id);
+  };
+  const auto* rows = in[1].data<int32_t>();
+  const auto* entries = in[3].data<int32_t>();
+  const auto* newest = in[5].data<int32_t>();
+  for (int i = 0; i < in[1].shape(0); i++, rows += 5) {
+    require_below(rows[0], in[0].shape(0), "a row");
+    for (int entry = rows[2]; entry < rows[4]; entry++) {
+      require_below(entry, in[3].shape(0), "the place of an entry");
+      require_below(entries[2 * entry], in[0].shape(1), "a token");
+    }
+    if (rows[1] >= 0) {
+      require_below(rows[1], in[5].shape(0), "the place of a newest token");
+      require_below(newest[rows[1]], in[0].shape(1), "a newest token");
+    }
+  }
+}
+
+void TakeRows::check(const Arrays& in) const {
+  const auto* ids = in[1].data<uint32_t>();
+  for (size_t i = 0; i < in[1].size(); i++) {
+    require_id(
+        ids[i] < uint32_t(in[0].shape(1)), "[take_rows] ids must be in [0, ", in[0].shape(1),
+        ") but got ", int32_t(ids[i]));
+  }
+}
+
 void bind_kernel_ops(nb::module_& m) {
   m.def(
       "write_kv", &write_kv, "key_pool"_a, "value_pool"_a, "keys"_a, "values"_a, "slot_mapping"_a,
@@ -439,6 +518,10 @@ void bind_kernel_ops(nb::module_& m) {
   m.def(
       "apply_token_bitmask", &apply_token_bitmask, "logits"_a, "bitmask"_a, "rows"_a, nb::kw_only(),
       "stream"_a = nb::none());
+  m.def(
+      "edit_logits", &edit_logits, "logits"_a, "rows"_a, "factors"_a, "entries"_a, "values"_a,
+      "newest"_a, nb::kw_only(), "stream"_a = nb::none());
+  m.def("take_rows", &take_rows, "a"_a, "ids"_a, nb::kw_only(), "stream"_a = nb::none());
 }
 
 }  // namespace mlx_paged

@@ -336,6 +336,33 @@ class ApplyTokenBitmask : public KernelNode {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
 };
 
+// Adds values to single logits, then penalizes tokens; see `edit_logits` of ops.py. In place if
+// nothing else needs the logits.
+// in: logits [num_rows, vocab_size] float32; rows [num_edited, 5] int32, each an EditedRow of
+// metal/kernel_table.h; factors [num_edited, 3] float32; entries [num_entries, 2] int32, each a
+// LogitEntry; values [num_entries] float32; newest [num_newest] int32. out: like logits.
+class EditLogits : public KernelNode {
+ public:
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("edit_logits")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
+  int donated() const override { return 0; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[0].shape()}; }
+};
+
+// out[batch, i] = a[batch, ids[batch, i]].
+// in: a [num_batches, num_rows, width] of 16 or 32 bits, ids [num_batches, num_ids] int32 or
+// uint32. out: [num_batches, num_ids, width].
+class TakeRows : public KernelNode {
+ public:
+  using KernelNode::KernelNode;
+  MLX_PAGED_KERNEL_NODE("take_rows")
+  Pools pools(const Arrays&) const override { return {0, 0, false}; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    return {{in[1].shape(0), in[1].shape(1), in[0].shape(2)}};
+  }
+};
+
 // The smallest logit of each row to keep for min-p, then top-k, then top-p of what these left, as
 // (logit - largest) / temperature in float32. Equal logits are kept or dropped together.
 // in: logits [num_rows, vocab_size]; for each row its largest logit, temperature, floor (log of

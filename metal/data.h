@@ -183,3 +183,75 @@ apply_token_bitmask(
     }
   }
 }
+
+// Takes rows of each batch: out[batch, i] = a[batch, ids[batch, i]].
+// grid: elements of the result / 256 rounded up.
+template <typename T>
+PAGED_KERNEL(paged::DATA_THREADS)
+take_rows(
+    device const T* a [[buffer(0)]], device const uint* ids [[buffer(1)]],
+    device T* out [[buffer(2)]], constant paged::TakeParams& params [[buffer(3)]],
+    PAGED_THREAD_POSITION) {
+  uint element = group_id.x * group_size.x + thread_id;
+  if (element >= uint(params.size)) {
+    return;
+  }
+  uint place = element / uint(params.width);
+  ulong batch = place / uint(params.num_ids);
+  ulong row = batch * params.num_rows + ids[place];
+  out[element] = a[row * params.width + element % uint(params.width)];
+}
+
+// The logit of a token that was generated `count` times, after penalties.
+METAL_FUNC float penalized(float logit, int count, device const float* factors) {
+  float repetition = factors[0];
+  logit = logit > 0.0f ? logit / repetition : logit * repetition;
+  // Rounded by itself: a fused multiply-add would give other bits than the CPU.
+  volatile float by_count = factors[2] * float(count);
+  return logit - by_count - (count > 0 ? factors[1] : 0.0f);
+}
+
+// Edits rows of logits in place: adds values to single ones, then penalizes tokens that a row has
+// had. `factors` holds repetition, presence and frequency penalty of each row.
+// grid: edited rows.
+PAGED_KERNEL(paged::DATA_THREADS)
+edit_logits(
+    device const paged::EditedRow* rows [[buffer(0)]], device const float* factors [[buffer(1)]],
+    device const paged::LogitEntry* entries [[buffer(2)]], device const float* values [[buffer(3)]],
+    device const int* newest [[buffer(4)]], device float* out [[buffer(5)]],
+    constant paged::EditParams& params [[buffer(6)]], threadgroup int* has_newest PAGED_SCRATCH,
+    PAGED_THREAD_POSITION) {
+  using namespace paged;
+  EditedRow edited = rows[group_id.x];
+  device float* logits = out + ulong(edited.row) * params.vocab_size;
+  int last = edited.source < 0 ? -1 : newest[edited.source];
+  int step = int(group_size.x);
+  if (thread_id == 0) {
+    *has_newest = 0;
+  }
+  // A token may repeat with -inf, so those come last. They may write the same value twice.
+  for (int pass = 0; pass < 2; pass++) {
+    for (int i = edited.begin + int(thread_id); i < edited.middle; i += step) {
+      LogitEntry entry = entries[i];
+      bool applies = entry.after_or_count < 0 || entry.after_or_count == last;
+      if (applies && (values[i] == -INFINITY) == (pass == 1)) {
+        logits[entry.token] += values[i];
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_device);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  device const float* own = factors + 3 * group_id.x;
+  for (int i = edited.middle + int(thread_id); i < edited.end; i += step) {
+    LogitEntry entry = entries[i];
+    bool again = entry.token == last;
+    if (again) {
+      *has_newest = 1;
+    }
+    logits[entry.token] = penalized(logits[entry.token], entry.after_or_count + again, own);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (thread_id == 0 && last >= 0 && *has_newest == 0) {
+    logits[last] = penalized(logits[last], 1, own);
+  }
+}

@@ -189,6 +189,38 @@ struct BitmaskParams {
 };
 static_assert(sizeof(BitmaskParams) == 20, "the same for every compiler");
 
+// One edited row of edit_logits. Its entries are additions in [begin, middle) and tokens to
+// penalize in [middle, end).
+struct EditedRow {
+  int row;
+  int source;  // of its newest token; -1: the entries include it
+  int begin;
+  int middle;
+  int end;
+};
+static_assert(sizeof(EditedRow) == 20, "the same for every compiler");
+
+// An entry of edit_logits: a token, and for an addition the newest token after which it applies
+// (-1: any); for a token to penalize how often it was generated.
+struct LogitEntry {
+  int token;
+  int after_or_count;
+};
+static_assert(sizeof(LogitEntry) == 8, "the same for every compiler");
+
+struct EditParams {
+  int vocab_size;
+};
+static_assert(sizeof(EditParams) == 4, "the same for every compiler");
+
+struct TakeParams {
+  int num_rows;  // of a batch
+  int num_ids;   // of a batch
+  int width;
+  int size;  // elements of the result, as 32 bits without a sign
+};
+static_assert(sizeof(TakeParams) == 16, "the same for every compiler");
+
 // Params of greedy.h.
 struct GreedyParams {
   int vocab_size;
@@ -357,11 +389,14 @@ static_assert(LORA_ROWS * LORA_COLUMNS == 32, "a sum for each lane");
   X(write_kv)                         \
   X(copy_blocks)                      \
   X(gather_kv)                        \
-  X(fill_zero)
+  X(fill_zero)                        \
+  X(edit_logits)
 
 #define PAGED_FOR_EACH_DATA_TEMPLATE(X)                    \
   X("copy_strided_16", copy_strided, ushort)               \
   X("copy_strided_32", copy_strided, uint)                 \
+  X("take_rows_16", take_rows, ushort)                     \
+  X("take_rows_32", take_rows, uint)                       \
   X("apply_token_bitmask_16", apply_token_bitmask, ushort) \
   X("apply_token_bitmask_32", apply_token_bitmask, uint)
 

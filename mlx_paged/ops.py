@@ -32,6 +32,7 @@ when a GPU evaluates it; use MLX's own kernels there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Required, TypedDict
@@ -84,6 +85,8 @@ __all__ = [
     "draw_tokens",
     "sampling_thresholds",
     "apply_token_bitmask",
+    "edit_logits",
+    "take_rows",
     "pool_copies",
     # Parts of layers without a pool.
     "rope_rotations",
@@ -540,6 +543,71 @@ def apply_token_bitmask(
     if f"apply_token_bitmask_{8 * logits.dtype.size}" in kernels.rejected:
         return plain_ops.apply_token_bitmask(logits, bitmask, rows)
     return ext.apply_token_bitmask(logits, bitmask, rows, stream=stream)
+
+
+def edit_logits(
+    logits: mx.array,
+    rows: mx.array,
+    factors: mx.array,
+    entries: mx.array,
+    values: mx.array,
+    newest: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Adds values to single logits, then penalizes tokens that a row has had.
+
+    A penalized logit is divided by the repetition penalty if it is above 0, and multiplied by it
+    otherwise. Then the frequency penalty times the token's count is subtracted, and the presence
+    penalty if the count is above 0; each operation rounds to float32. Works in place if nothing
+    else needs `logits`; otherwise copies them. No gradient.
+
+    Args:
+        logits: ``[num_rows, vocab_size]`` float32.
+        rows: ``[num_edited, 5]`` int32: a distinct row of `logits`; the place in `newest` of its
+            newest token, or -1 if `entries` count that already; and begin, middle and end of its
+            entries: additions in ``[begin, middle)``, penalized tokens in ``[middle, end)``. A
+            newest token is penalized like the others, and counts once more.
+        factors: ``[num_edited, 3]`` float32: repetition, presence and frequency penalty of each
+            row; 1, 0 and 0 change nothing.
+        entries: ``[num_entries, 2]`` int32, at least one. Additions: the token, and the newest
+            token after which it applies, or -1 for any; only additions of -inf may repeat a row's
+            token. Penalized tokens: the distinct token, and its count.
+        values: ``[num_entries]`` float32: the values to add.
+        newest: ``[num_newest]`` int32, at least one.
+
+    Returns:
+        ``[num_rows, vocab_size]`` float32. The caller makes sure that all numbers are in range;
+        ``MLX_PAGED_CHECK=1`` raises ``IndexError`` if they are not.
+    """
+    if not kernels.rejected.isdisjoint(("edit_logits", "copy_strided_32")):
+        return plain_ops.edit_logits(logits, rows, factors, entries, values, newest)
+    return ext.edit_logits(logits, rows, factors, entries, values, newest, stream=stream)
+
+
+def take_rows(
+    a: mx.array, ids: mx.array, *, stream: mx.Stream | mx.Device | None = None
+) -> mx.array:
+    """Returns ``a[ids]``, or elements of each row. No gradient.
+
+    With CUDA, MLX compiles its own gathers when they first run, for seconds each.
+
+    Args:
+        a: ``[num_rows, ...]`` of 16 or 32 bits.
+        ids: int32 or uint32 in ``[0, num_rows)``: ``[num_ids]``. Or ``[num_rows, num_ids]`` in
+            ``[0, width)`` if `a` is ``[num_rows, width]``. The caller makes sure of the ranges;
+            ``MLX_PAGED_CHECK=1`` raises ``IndexError`` for others.
+
+    Returns:
+        ``[num_ids, ...]``, or ``[num_rows, num_ids]``.
+    """
+    if f"take_rows_{8 * a.dtype.size}" in kernels.rejected:
+        return a[ids] if ids.ndim == 1 else mx.take_along_axis(a, ids, axis=1)
+    if ids.ndim == 1:
+        width = math.prod(a.shape[1:])
+        taken = ext.take_rows(a.reshape(1, a.shape[0], width), ids[None], stream=stream)
+        return taken.reshape(len(ids), *a.shape[1:])
+    return ext.take_rows(a[..., None], ids, stream=stream).squeeze(-1)
 
 
 def pool_copies() -> int:

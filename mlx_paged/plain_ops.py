@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 # Rows of queries for which dense keys and values are gathered at once.
 _ROWS = 16
@@ -207,3 +208,49 @@ def apply_token_bitmask(logits: mx.array, bitmask: mx.array, rows: mx.array) -> 
     masked = mx.array(logits)
     masked[rows] = mx.where(keeps, own, mx.array(-mx.inf, logits.dtype))
     return masked
+
+
+def edit_logits(
+    logits: mx.array,
+    rows: mx.array,
+    factors: mx.array,
+    entries: mx.array,
+    values: mx.array,
+    newest: mx.array,
+) -> mx.array:
+    """See `ops.edit_logits`."""
+    row, source, begin, middle, end = np.array(rows).T
+    last = mx.where(mx.array(source) < 0, -1, newest[mx.array(np.maximum(source, 0))])
+
+    def entries_in(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, mx.array]:
+        """The edited row of each entry, and the entries."""
+        of = np.repeat(np.arange(len(first)), end - first)
+        at = np.concatenate([np.arange(a, b) for a, b in zip(first, end)])
+        return of, mx.array(at.astype(np.int32))
+
+    of, at = entries_in(begin, middle)
+    if len(of):
+        after = entries[at, 1]
+        applies = (after < 0) | (after == last[mx.array(of)])
+        logits = logits.at[mx.array(row[of]), entries[at, 0]].add(
+            mx.where(applies, values[at], 0.0)
+        )
+    of, at = entries_in(middle, end)
+    # The newest token becomes an entry of its own. If its row already has the token, both entries
+    # get the same count and write the same value.
+    awaiting = np.flatnonzero(source >= 0)
+    ids, counts, of_rows = entries[at, 0], entries[at, 1], mx.array(of)
+    again = (ids == last[of_rows]).astype(mx.int32)
+    before = mx.zeros(len(row), dtype=mx.int32).at[of_rows].add(again * counts)
+    ids = mx.concatenate([ids, last[mx.array(awaiting)]])
+    counts = mx.concatenate([counts + again, before[mx.array(awaiting)] + 1])
+    of = np.concatenate([of, awaiting])
+    if not len(of):
+        return logits
+    place = mx.array(row[of]), ids
+    repetition, presence, frequency = factors[mx.array(of)].T
+    found = logits[place]
+    found = mx.where(found > 0, found / repetition, found * repetition)
+    edited = mx.array(logits)
+    edited[place] = found - frequency * counts - presence * (counts > 0)
+    return edited

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// CPU evaluation of primitives that move keys and values or mask logits: each allocates or aliases
-// its outputs, then queues work on the stream.
+// CPU evaluation of primitives that move keys and values, or rows, or edit logits: each allocates
+// or aliases its outputs, then queues work on the stream.
 
 #include <algorithm>
 #include <array>
@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../../metal/kernel_table.h"
 #include "../allocation.h"
 #include "../gpu.h"
 #include "../gpu/executable.h"
@@ -213,6 +214,82 @@ void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
         args.rows = work.data();
         for_ranges(int64_t(work.size()), row_bytes, [&](int64_t begin, int64_t end) {
           cpu::kernels().layer.bitmask(args, begin, end);
+        });
+      });
+}
+
+namespace {
+
+// Of a logit that is penalized for a token generated `count` times. factors: repetition, presence
+// and frequency penalty.
+float penalized(float logit, int count, const float* factors) {
+  logit = logit > 0 ? logit / factors[0] : logit * factors[0];
+  volatile float by_count = factors[2] * float(count);  // not fused with the subtraction
+  return logit - by_count - (count > 0 ? factors[1] : 0.0f);
+}
+
+void edit_row(
+    const paged::EditedRow& edited, const float* factors, const paged::LogitEntry* entries,
+    const float* values, const int32_t* newest, float* logits) {
+  int last = edited.source < 0 ? -1 : newest[edited.source];
+  for (int i = edited.begin; i < edited.middle; i++) {
+    if (entries[i].after_or_count < 0 || entries[i].after_or_count == last) {
+      logits[entries[i].token] += values[i];
+    }
+  }
+  bool has_newest = last < 0;
+  for (int i = edited.middle; i < edited.end; i++) {
+    auto [token, count] = entries[i];
+    bool again = token == last;
+    has_newest |= again;
+    logits[token] = penalized(logits[token], count + again, factors);
+  }
+  if (!has_newest) {
+    logits[last] = penalized(logits[last], 1, factors);
+  }
+}
+
+}  // namespace
+
+void EditLogits::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  bool in_place = can_donate(inputs[0]);
+  auto in = cpu::dense_inputs(inputs, 1, encoder);
+  check_ids(in);
+  if (in_place) {
+    out[0].copy_shared_buffer(in[0]);
+  } else {
+    cpu::copy_to_dense(in[0], out[0], encoder);
+  }
+  cpu::dispatch(
+      encoder, out,
+      [rows = in[1].data<paged::EditedRow>(), factors = in[2].data<float>(),
+       entries = in[3].data<paged::LogitEntry>(), values = in[4].data<float>(),
+       newest = in[5].data<int32_t>(), logits = out[0].data<float>(), num_rows = in[1].shape(0),
+       vocab_size = int64_t(in[0].shape(1))] {
+        for (int i = 0; i < num_rows; i++) {
+          edit_row(
+              rows[i], factors + 3 * i, entries, values, newest, logits + rows[i].row * vocab_size);
+        }
+      });
+}
+
+void TakeRows::eval_cpu(const Arrays& inputs, Arrays& out) {
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  auto in = cpu::dense_inputs(inputs, 0, encoder);
+  check_ids(in);
+  allocate(out[0]);
+  int64_t row_bytes = in[0].shape(2) * int64_t(in[0].itemsize());
+  cpu::dispatch(
+      encoder, out,
+      [a = in[0].data<char>(), ids = in[1].data<uint32_t>(), to = out[0].data<char>(),
+       num_rows = int64_t(in[0].shape(1)), num_ids = int64_t(in[1].shape(1)),
+       count = int64_t(in[1].size()), row_bytes] {
+        for_ranges(count, row_bytes, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i++) {
+            int64_t row = i / num_ids * num_rows + ids[i];
+            std::memcpy(to + i * row_bytes, a + row * row_bytes, size_t(row_bytes));
+          }
         });
       });
 }

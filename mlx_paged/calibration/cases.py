@@ -125,6 +125,7 @@ def _data_checks(needs: Needs) -> Iterator[str]:
         yield f"draw/{dtype}"
         yield f"thresholds/{dtype}"
         yield f"bitmask/{dtype}"
+        yield f"edits/{dtype}"
         yield f"strided/{dtype}"
     yield f"lora/{needs.dtype}"
     for layer in needs.layers:

@@ -370,6 +370,30 @@ def bitmask(dtype: str) -> None:
     _same(ops.apply_token_bitmask(logits, words.view(mx.int32), rows), expected, "masked logits")
 
 
+def edits(dtype: str) -> None:
+    """Checks edits of logits, and rows and elements taken from them."""
+    bits = 8 * getattr(mx, dtype).size
+    announce(["edit_logits", "copy_strided_32", f"take_rows_{bits}"])
+    rng = np.random.default_rng(0)
+    logits = _normal(rng, 4, 1000, dtype=getattr(mx, dtype))
+    for ids in (mx.array([2, 0], mx.int32), mx.array(rng.integers(0, 1000, (4, 20)), mx.int32)):
+        expected = logits[ids] if ids.ndim == 1 else mx.take_along_axis(logits, ids, axis=1)
+        mx.eval(expected)
+        _same(ops.take_rows(logits, ids), expected, "rows")
+    entries = np.stack([rng.permutation(1000)[:600], rng.integers(0, 3, 600)], axis=1)
+    entries[:300, 1] = np.resize([-1, 5, 6], 300)
+    values = np.where(np.arange(600) % 4, 1.5, -np.inf).astype(np.float32)
+    rows = mx.array([[3, 1, 0, 200, 400], [0, 0, 200, 300, 600]], mx.int32)
+    settings = (
+        rows, mx.array([[1.3, 0.5, 0.25], [0.7, 0.0, 0.1]]), mx.array(entries.astype(np.int32)),
+        mx.array(values), mx.array([5, int(entries[350, 0])], mx.int32),
+    )  # fmt: skip
+    wide = logits.astype(mx.float32)
+    expected = plain_ops.edit_logits(wide, *settings)
+    mx.eval(expected)
+    _same(ops.edit_logits(wide, *settings), expected, "edited logits")
+
+
 # --- Whole steps ----------------------------------------------------------------------------------
 
 Build = Callable[..., list[mx.array]]
@@ -687,6 +711,6 @@ CHECKS: dict[str, Callable[..., None]] = {
     function.__name__.replace("_", "-"): function
     for function in (
         attention, merge, uncovered, pool, blocks, strided, lora, greedy, draw, thresholds, bitmask,
-        norm, silu, rows, product, tensor_product, lookup, heads, experts,
+        edits,        norm, silu, rows, product, tensor_product, lookup, heads, experts,
     )
 }  # fmt: skip

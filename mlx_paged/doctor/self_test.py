@@ -307,6 +307,35 @@ def _apply_token_bitmask(data: Data) -> None:
     data.same(out, expected, "logits")
 
 
+def _edit_logits(data: Data) -> None:
+    logits = exact(data.normal(2, 50)).astype(np.float32)
+    expected = logits.astype(np.float64)
+    expected[1, 7] = -np.inf
+    for token, count in ((3, 2), (4, 0), (9, 1)):  # 9 is the newest
+        logit = expected[1, token]
+        expected[1, token] = logit / 2 if logit > 0 else logit * 2
+        expected[1, token] -= 0.25 * count + 0.5 * (count > 0)
+    out = ops.edit_logits(
+        mx.array(logits),
+        mx.array([[1, 0, 0, 1, 3]], mx.int32),
+        mx.array([[2.0, 0.5, 0.25]]),
+        mx.array([[7, -1], [3, 2], [4, 0]], mx.int32),
+        mx.array([-np.inf, 0.0, 0.0]),
+        mx.array([9], mx.int32),
+    )
+    data.same(mx.isinf(out), np.isinf(expected).astype(np.float64), "banned tokens")
+    finite = np.isfinite(expected)
+    data.check(mx.array(np.array(out)[finite]), expected[finite])
+
+
+def _take_rows(data: Data) -> None:
+    a = data.normal(5, 70)
+    rows, columns = np.array([4, 0, 4], np.int32), np.arange(20, dtype=np.int32).reshape(5, 4)
+    data.same(ops.take_rows(a, mx.array(rows)), exact(a)[rows], "rows")
+    elements = np.take_along_axis(exact(a), columns, axis=1)
+    data.same(ops.take_rows(a, mx.array(columns)), elements, "elements")
+
+
 def _linear(data: Data) -> None:
     x, weight, bias = data.normal(7, 96), data.normal(33, 96), data.normal(33)
     data.check(ops.linear(x, weight, bias), reference.linear(exact(x), exact(weight), exact(bias)))
@@ -394,6 +423,8 @@ CASES: dict[str, Case] = {
     "draw_tokens": Case(_draw_tokens, gpu_dtypes=DTYPES),
     "sampling_thresholds": Case(_sampling_thresholds, gpu_dtypes=DTYPES),
     "apply_token_bitmask": Case(_apply_token_bitmask, gpu_dtypes=DTYPES),
+    "edit_logits": Case(_edit_logits, dtypes=("float32",), gpu_dtypes=("float32",)),
+    "take_rows": Case(_take_rows, gpu_dtypes=DTYPES),
     # Not in float32 on a GPU: MLX's own op runs there, and may round to TF32.
     "linear": Case(_linear, gpu_dtypes=("float16", "bfloat16")),
     # MLX's own ops on a GPU.

@@ -106,7 +106,7 @@ def input_tokens(
     input_from = np.frombuffer(batch.input_from, dtype=np.int32)
     if num_known == 0:
         padded = np.concatenate([input_from, np.zeros(num_more, dtype=np.int32)])
-        return previous.tokens[ops.upload(padded)[0]]
+        return ops.take_rows(previous.tokens, ops.upload(padded)[0])
     source = np.full(len(known), -1, dtype=np.int32)
     is_awaited = input_from >= 0
     source[begins[is_awaited]] = input_from[is_awaited]
@@ -116,4 +116,4 @@ def input_tokens(
 def _merged(source: np.ndarray, known: np.ndarray, in_flight: mx.array) -> mx.array:
     """Takes the tokens at `source` in `in_flight`, and the known ones where that is -1."""
     places, tokens = ops.upload(source, known)
-    return mx.where(places < 0, tokens, in_flight[mx.maximum(places, 0)])
+    return mx.where(places < 0, tokens, ops.take_rows(in_flight, mx.maximum(places, 0)))

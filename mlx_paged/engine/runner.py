@@ -641,8 +641,8 @@ def _report_samples(
     if not asking:
         return None
     if len(asking) < len(metadata):
-        at = mx.array(np.array(asking, dtype=np.int32))
-        logits, tokens = logits[at], tokens[at]
+        [at] = ops.upload(np.array(asking, dtype=np.int32))
+        logits, tokens = ops.take_rows(logits, at), ops.take_rows(tokens, at)
     listed = dict(metadata.logprob_token_ids)
     arrays = logprobs_of(
         logits,

@@ -82,7 +82,7 @@ def test_every_kernel_is_checked_before_any_is_timed(tmp_path) -> None:
     first = kinds.index("time-attention")
     assert all(kind.startswith("time-") for kind in kinds[first:])
     assert set(kinds[:first]) == {
-        *("greedy", "draw", "thresholds", "bitmask", "strided", "lora", "pool", "blocks"),
+        *("greedy", "draw", "thresholds", "bitmask", "edits", "strided", "lora", "pool", "blocks"),
         *("attention", "merge", "uncovered"),
         *("norm", "silu", "rows", "product", "heads"),
     }

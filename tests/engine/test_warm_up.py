@@ -5,11 +5,21 @@ On the CPU there are none; here they are switched on, as what they compute does 
 
 from __future__ import annotations
 
+import io
 import logging
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
+
+# isort: split
+import mlx.core as mx
+import numpy as np
 import pytest
 from support.adapters import random_layers, write_mlx
 from support.grouped_models import engine_of
@@ -20,8 +30,13 @@ from support.reference import ON_GPU
 from mlx_paged import LLM, LoRARequest, SamplingParams, ops
 from mlx_paged.engine import runner, warm_up
 from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.input_tokens import KnownTokens, input_tokens
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling import logits_processors, sampler
+from mlx_paged.engine.sampling.logits_processors import InFlight
+from mlx_paged.engine.sampling.logprobs import PromptTargets
+from mlx_paged.engine.sampling.sampler import SamplingMetadata
+from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.engine.warm_up import Kind, batch_sizes, kinds
 from mlx_paged.model.graph_runner import padded_decodes
 from mlx_paged.model.lora import AdapterLayers
@@ -246,7 +261,7 @@ def test_the_sampler_is_prepared_for_all_settings(
     called: set[str] = set()
     for module, name in (
         *((sampler, name) for name in ("_draw", "filters_of")),
-        *((logits_processors, name) for name in ("_add", "_penalize", "_apply_masks")),
+        *((logits_processors, name) for name in ("_change", "_apply_masks")),
         (runner, "logprobs_of"),
     ):
         function = getattr(module, name)
@@ -260,7 +275,55 @@ def test_the_sampler_is_prepared_for_all_settings(
     with caplog.at_level(logging.WARNING):
         LLM(embedded_twin(), **SMALL, max_num_seqs=2)
     assert "could not be prepared" not in caplog.text
-    assert len(called) == 6, called
+    assert len(called) == 5, called
+
+
+def compiled_when_first_run(arrays: Sequence[mx.array]) -> set[str]:
+    """Primitives in the arrays' graphs that MLX's CUDA back end compiles when they first run."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *arrays)
+    names = set(re.findall(r'label ="(\w+)', dot.getvalue()))
+    assert names, "no graph"
+    return {name for name in names if re.match("Gather|Scatter|MaskedScatter|Compiled", name)}
+
+
+def test_gathers_and_scatters_are_found() -> None:
+    a, at = mx.zeros((3, 4)), mx.array([[0], [1], [2]])
+    mx.eval(a, at)
+    made = [a[at], mx.take_along_axis(a, at, axis=1), a.at[at].add(1), mx.compile(mx.sigmoid)(a)]
+    made.append(mx.put_along_axis(a, at, mx.zeros((3, 1)), axis=1))
+    assert all(compiled_when_first_run([array + 1]) for array in made[:3] + made[4:])
+    assert not compiled_when_first_run([mx.argpartition(a, 2, axis=-1), a[1:] * 2])
+
+
+@pytest.mark.parametrize("source", [[0, 1], [1, -1], [-1, -1]])
+@pytest.mark.parametrize("name", warm_up._SETTINGS)
+def test_choosing_tokens_runs_nothing_that_mlx_compiles_at_run_time(
+    name: str, source: list[int]
+) -> None:
+    """Each would take some seconds of the first start of a server, or of a request."""
+    model_runner = LLM(embedded_twin(), **SMALL, max_num_seqs=2).engine._runner
+    step = warm_up._step(model_runner, Kind(2, settings=name), 1, None)
+    [row, *_] = warm_up._SETTINGS["edits and log-probabilities"]
+    rows = [
+        row._replace(position=9, logprobs=2, logprob_token_ids=(3, 4)),
+        SamplingRow(0.5, seed=1, position=4),
+    ]
+    tokens = mx.array([5, 6], mx.int32)
+    logits = mx.random.normal((2, 640)).astype(mx.float16)
+    mx.eval(tokens, logits)
+    newest = InFlight(tokens, np.array(source, np.int32), tokens)
+    for batch in (step, replace(step, sampling=SamplingMetadata.of(rows))):
+        chosen = model_runner._choose(logits, batch, newest, None)
+        results = [chosen.tokens, *chosen.results]
+        assert not compiled_when_first_run(results)
+        mx.eval(results)
+    prompt = runner._report_prompts(logits, [(0, PromptTargets([3, 4], likeliest=True))])
+    assert not compiled_when_first_run(prompt.arrays.arrays)
+    step = replace(step, input_from=array("i", source))
+    inputs = input_tokens(step, np.arange(2), KnownTokens(tokens[:1], tokens[:1]), 0)
+    if max(source) >= 0:
+        assert not compiled_when_first_run([inputs + 1])
 
 
 def test_the_adapter_of_all_requests_is_in_the_steps(

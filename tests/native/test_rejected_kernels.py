@@ -144,7 +144,10 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
     slots = mx.array([-1, 17, 18], mx.int32)
     settings = mx.array([1.0, 0.5, 2.0]), mx.array([-mx.inf, -2.0, -mx.inf]), mx.array([5, 0, 30])
     settings = *settings, mx.array([1.0, 0.9, 0.8])  # temperature, floors, top_k, top_p
-    mx.eval(pools, rows, logits, words)
+    entries = mx.array([[5, -1], [7, 2], [8, 0]], mx.int32)  # a ban, and penalized tokens
+    edits = mx.array([[2, 0, 0, 1, 3]], mx.int32), mx.array([[1.3, 0.2, 0.3]]), entries
+    edits = *edits, mx.array([-mx.inf, 0.0, 0.0]), mx.array([7], mx.int32)
+    mx.eval(pools, rows, logits, words, edits)
 
     def all_of_them() -> list[np.ndarray]:
         copies = [[mx.array(np.array(pool)) for pool in pools] for _ in range(2)]
@@ -158,13 +161,16 @@ def test_every_replaced_operation_gives_the_kernels_result(rng) -> None:
             ops.draw_tokens(logits, *greedy[:2], mx.array([1.0, 0, 2]), keys, -3 * mx.ones(3)),
             ops.sampling_thresholds(logits, logits.max(axis=-1), *settings),
             ops.apply_token_bitmask(logits + 0, words, mx.array([2, 0], mx.int32)),
+            ops.edit_logits(logits, *edits),
+            ops.take_rows(logits, mx.array([2, 0], mx.int32)),
+            ops.take_rows(logits, mx.array([[99], [0], [5]], mx.uint32)),
         ]
         mx.eval(outputs)
         return [np.array(out) for out in outputs]
 
     names = ["write_kv", "copy_blocks", "gather_kv", "greedy_tokens_float32"]
     names += ["apply_token_bitmask_32", "draw_tokens_float32", "merge_draws"]
-    names.append("sampling_thresholds_float32")
+    names += ["sampling_thresholds_float32", "edit_logits", "copy_strided_32", "take_rows_32"]
     with simulated():
         expected = all_of_them()
         assert {launch["kernel"] for launch in launches()} == set(names)

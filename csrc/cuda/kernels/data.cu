@@ -64,9 +64,22 @@ __global__ void apply_token_bitmask_entry(
       logits, bitmask, rows, out, params, ::metal::ThreadgroupMemory(), swap_xy(blockIdx));
 }
 
+template <typename T>
+__global__ void take_rows_entry(
+    const T* __restrict__ a, const uint* __restrict__ ids, T* __restrict__ out,
+    const __grid_constant__ paged::TakeParams params) {
+  take_rows<T>(a, ids, out, params);
+}
+
+__global__ void edit_logits_entry(
+    const paged::EditedRow* __restrict__ rows, const float* __restrict__ factors,
+    const paged::LogitEntry* __restrict__ entries, const float* __restrict__ values,
+    const int* __restrict__ newest, float* out, const __grid_constant__ paged::EditParams params) {
+  edit_logits(rows, factors, entries, values, newest, out, params);
+}
+
 #define DATA(name) {#name, name##_entry},
-#define DATA_TEMPLATE(host_name, function, ...) \
-  {host_name, function##_entry<__VA_ARGS__>},
+#define DATA_TEMPLATE(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},
 #define MERGE(unused, dtype, type, v_dim) \
   {"merge_splits_" #dtype "_" #v_dim, merge_splits_entry<type, v_dim>},
 #define MERGES(...) PAGED_FOR_EACH_V_DIM(MERGE, __VA_ARGS__)

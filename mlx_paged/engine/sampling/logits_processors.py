@@ -48,6 +48,11 @@ class Penalties(NamedTuple):
     frequency: float
 
 
+_NONE, _ONE = np.zeros(0, np.int32), np.zeros(1, np.int32)
+_NO_ADDITIONS = Additions(_NONE, np.zeros(0, np.float32), _NONE)
+_NO_PENALTIES = Penalties(_NONE, _NONE, 1.0, 0.0, 0.0)
+
+
 class LogitEdits(NamedTuple):
     """Changes to a row's logits before a token is chosen. Plain data.
 
@@ -79,11 +84,6 @@ class InFlight(NamedTuple):
     tokens: mx.array  # [num_samples of the step before] int32
     source: IntArray  # [num_rows] index into `tokens`; -1: the row's newest token is known
     reported: mx.array  # the same as `tokens`, for the host; -1: none
-
-    def on_device(self) -> mx.array:
-        """Returns the newest token of each row, ``[num_rows]`` int32; -1 if it is known already."""
-        source = mx.array(self.source)
-        return mx.where(source < 0, -1, self.tokens[mx.maximum(source, 0)])
 
     def on_host(self) -> list[int | None]:
         """Waits for the newest tokens and returns them; None also for a row whose step failed.
@@ -177,61 +177,33 @@ def apply_edits(
     if only_masks(edited):
         return Edited(edits, failed)
     edits = edits.astype(mx.float32)
-    newest = None if in_flight is None else in_flight.on_device()
-    additions = [(i, edit.additions) for i, edit in edited if edit.additions is not None]
-    if additions:
-        edits = _add(edits, additions, newest)
-    penalties = [(i, edit.penalties) for i, edit in edited if edit.penalties is not None]
-    if penalties:
-        edits = _penalize(edits, penalties, in_flight, newest)
-    return Edited(edits, failed)
+    changed = [(i, edit) for i, edit in edited if edit.additions or edit.penalties]
+    return Edited(_change(edits, changed, in_flight), failed)
 
 
-def _add(
-    logits: mx.array, additions: list[tuple[int, Additions]], newest: mx.array | None
+def _change(
+    logits: mx.array, edited: list[tuple[int, LogitEdits]], in_flight: InFlight | None
 ) -> mx.array:
-    at = _repeat([i for i, _ in additions], [len(a.ids) for _, a in additions])
-    ids = mx.array(np.concatenate([a.ids for _, a in additions]))
-    values = mx.array(np.concatenate([a.values for _, a in additions]))
-    after = np.concatenate([a.after for _, a in additions])
-    if (after != ALWAYS).any():
-        assert newest is not None, "an addition awaits a token but no step is in flight"
-        awaited = mx.array(after)
-        values = mx.where((awaited == ALWAYS) | (awaited == newest[at]), values, 0.0)
-    # A repeated id has -inf, so the sum does not depend on the order.
-    return logits.at[at, ids].add(values)
-
-
-def _penalize(
-    logits: mx.array,
-    penalties: list[tuple[int, Penalties]],
-    in_flight: InFlight | None,
-    newest: mx.array | None,
-) -> mx.array:
-    rows = np.array([i for i, _ in penalties], dtype=np.int32)
-    factors = np.array([p[2:] for _, p in penalties], dtype=np.float32)
-    # One entry for each distinct token of a row; `of` is its row's place in `penalties`.
-    of = np.repeat(np.arange(len(rows), dtype=np.int32), [len(p.ids) for _, p in penalties])
-    ids = mx.array(np.concatenate([p.ids for _, p in penalties]))
-    counts = mx.array(np.concatenate([p.counts for _, p in penalties]))
-    if in_flight is not None and newest is not None:
-        # The newest token counts, too. It becomes an entry of its own. If its row already has the
-        # token, both entries get the same count and write the same value.
-        fresh = newest[mx.array(rows)]
-        again = (ids == fresh[mx.array(of)]).astype(mx.int32)
-        before = mx.zeros(len(rows), dtype=mx.int32).at[mx.array(of)].add(again * counts)
-        awaiting = np.flatnonzero(in_flight.source[rows] >= 0).astype(np.int32)
-        ids = mx.concatenate([ids, fresh[mx.array(awaiting)]])
-        counts = mx.concatenate([counts + again, before[mx.array(awaiting)] + 1])
-        of = np.concatenate([of, awaiting])
-    if not len(of):
-        return logits
-    at = mx.array(rows[of])
-    repetition, presence, frequency = (mx.array(factors[of, j]) for j in range(3))
-    values = logits[at, ids]
-    values = mx.where(values > 0, values / repetition, values * repetition)
-    values = values - frequency * counts - presence * (counts > 0)
-    return _assign(logits, (at, ids), values)
+    """Applies additions and penalties; see `ops.edit_logits`."""
+    rows = np.empty((len(edited), 5), np.int32)
+    factors = np.empty((len(edited), 3), np.float32)
+    entries, values, end = [], [], 0
+    for row, own, (i, edit) in zip(rows, factors, edited):
+        ids, added, after = edit.additions or _NO_ADDITIONS
+        seen = edit.penalties or _NO_PENALTIES
+        begin, middle, end = end, end + len(ids), end + len(ids) + len(seen.ids)
+        row[:] = i, -1 if in_flight is None else in_flight.source[i], begin, middle, end
+        own[:] = seen.repetition, seen.presence, seen.frequency
+        entries += [(ids, after), (seen.ids, seen.counts)]
+        values += [added, np.zeros(len(seen.ids), np.float32)]
+        assert in_flight is not None or (after == ALWAYS).all(), "an addition awaits a token"
+    if not end:  # The operation requires an entry; no row has this one.
+        entries, values = [(_ONE, _ONE)], [np.zeros(1, np.float32)]
+    table = np.stack([np.concatenate(column) for column in zip(*entries)], axis=1)
+    columns = rows, factors, table, np.concatenate(values), _ONE
+    at, penalties, table_on_device, additions, unused = ops.upload(*columns)
+    newest = unused if in_flight is None else in_flight.tokens
+    return ops.edit_logits(logits, at, penalties, table_on_device, additions, newest)
 
 
 def only_masks(edited: list[tuple[int, LogitEdits]]) -> bool:
@@ -303,15 +275,6 @@ def _words(
     return words
 
 
-def _assign(
-    logits: mx.array, at: mx.array | tuple[mx.array, mx.array], values: mx.array
-) -> mx.array:
-    """`logits` with new values; the array itself does not change."""
-    changed = mx.array(logits)  # A copy, because an assignment rebinds the array of its handle.
-    changed[at] = values
-    return changed
-
-
 def packed(mask: Mask, vocab_size: int) -> Words:
     """``[ceil(vocab_size / 32)]``; ids beyond the mask's end are not tokens."""
     num_words = -(-vocab_size // 32)
@@ -329,8 +292,3 @@ def packed(mask: Mask, vocab_size: int) -> Words:
         f"at most {vocab_size} booleans or {num_words} (u)int32, 32 tokens to each",
         f"{flat.dtype} of shape {flat.shape}",
     )
-
-
-def _repeat(values: list[int], lengths: list[int]) -> mx.array:
-    repeated: IntArray = np.repeat(np.array(values, dtype=np.int32), lengths)
-    return mx.array(repeated)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged import ops
 from mlx_paged.engine.detokenizer import TokenBytes
 from mlx_paged.engine.outputs import PositionReport, ReportParts
 from mlx_paged.engine.sampling_params import MAX_LOGPROBS
@@ -104,14 +105,14 @@ def logprobs_of(
     """
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1)
-    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)
+    chosen = ops.take_rows(logits, tokens[:, None])
     ranks = (logits > chosen).sum(axis=-1).astype(mx.int32) + 1
     top_tokens = top_logprobs = None
     if likeliest:
         vocab_size = logits.shape[1]
         count = min(MAX_LOGPROBS, vocab_size)
         top_tokens = mx.argpartition(logits, vocab_size - count, axis=-1)[:, -count:]
-        top_logprobs = mx.take_along_axis(logits, top_tokens, axis=-1) - total[:, None]
+        top_logprobs = ops.take_rows(logits, top_tokens) - total[:, None]
         top_tokens = top_tokens.astype(mx.int32)
     found = tokens, chosen.squeeze(1) - total, ranks, top_tokens, top_logprobs
     if not any(listed):
@@ -119,7 +120,7 @@ def logprobs_of(
     ids = np.zeros((len(listed), max(map(len, listed))), np.int32)
     for row, token_ids in zip(ids, listed):
         row[: len(token_ids)] = token_ids
-    values = mx.take_along_axis(logits, mx.array(ids), axis=-1)
+    values = ops.take_rows(logits, ops.upload(ids)[0])
     # One gather for a whole list would copy the logits for each of its tokens.
     above = [(logits > values[:, i : i + 1]).sum(axis=-1) for i in range(ids.shape[1])]
     listed_ranks = mx.stack(above, axis=1).astype(mx.int32) + 1

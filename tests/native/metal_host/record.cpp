@@ -37,6 +37,8 @@ NOT_RUN(CopyBlocks)
 NOT_RUN(GatherKV)
 NOT_RUN(PagedAttention)
 NOT_RUN(ApplyTokenBitmask)
+NOT_RUN(EditLogits)
+NOT_RUN(TakeRows)
 // csrc/allocation.cpp needs Python.
 OutOfMemory::OutOfMemory(size_t num_bytes, const char*, const char*) : num_bytes_(num_bytes) {}
 mx::allocator::Data allocate(size_t num_bytes) {
