@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 OPS = ["plan", "write_kv", "copy_blocks", "gather_kv", "paged_attention", "attention_bounds",
        "pool_contract", "quantized_pools", "validation", "numeric_edges", "big_pools",
-       "token_bitmask"]  # fmt: skip
+       "token_bitmask", "logit_edits"]  # fmt: skip
 ENGINE = [
     "cuda",
     "cuda_executable",

@@ -218,7 +218,7 @@ def test_ties_are_listed_by_id_and_share_a_rank() -> None:
 
 def test_a_row_does_not_depend_on_its_batch(rng: np.random.Generator) -> None:
     logits = mx.array(np.round(rng.normal(size=(40, 300)), 1))
-    tokens = mx.array(rng.integers(0, 300, 40))
+    tokens = mx.array(rng.integers(0, 300, 40).astype(np.int32))
     together = logprobs_of(logits, tokens, likeliest=True).read()
     for i in range(40):
         [alone] = logprobs_of(logits[i : i + 1], tokens[i : i + 1], likeliest=True).read()

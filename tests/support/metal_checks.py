@@ -385,6 +385,39 @@ def bitmask(library: SimLibrary) -> None:
         np.testing.assert_array_equal(to_numpy(in_place), expected)
 
 
+@check
+def edits(library: SimLibrary) -> None:
+    """More additions and tokens than threads; bans that follow the newest token, which is new to
+    one row, known to another and not in flight for a third. Rows and elements of batches."""
+    rng = np.random.default_rng(0)
+    numbers = mx.array(rng.normal(0, 5, (4, 1000)).astype(np.float32))
+    tokens = np.stack([rng.permutation(1000)[:700] for _ in range(3)])
+    table = np.stack([tokens, rng.integers(0, 3, tokens.shape)], axis=2).astype(np.int32)
+    table[:, :350, 1] = np.resize([-1, 5, 6], 350)
+    table[:, 300:350, 0] = table[:, :50, 0]  # biased, and banned, too
+    values = np.zeros(tokens.shape, np.float32)
+    values[:, :300], values[:, 300:350] = 1.5, -np.inf
+    rows = [[3, 1, 0, 350, 700], [0, 0, 700, 1050, 1400], [2, -1, 1400, 1750, 2100]]
+    settings = (
+        mx.array(rows, mx.int32),
+        mx.array([[1.3, 0.5, 0.37], [0.7, 0.0, 0.1], [1.1, 0.2, 0.0]]),
+        mx.array(table.reshape(-1, 2)),
+        mx.array(values.reshape(-1)),
+        mx.array([5, int(tokens[0, 600])], mx.int32),
+    )
+    expected = plain_ops.edit_logits(numbers, *settings)
+    ids = [mx.array([3, 0, 3], mx.int32), mx.array(rng.integers(0, 1000, (4, 90)), mx.int32)]
+    taken = [numbers[ids[0]], mx.take_along_axis(numbers, ids[1], axis=1)]
+    mx.eval(numbers, settings, expected, ids, taken)
+    with simulated(library):
+        found = ops.edit_logits(numbers, *settings)
+        rows_found = [ops.take_rows(numbers, places) for places in ids]
+        mx.eval(found, rows_found)
+    np.testing.assert_array_equal(np.array(found), np.array(expected))
+    for got, want in zip(rows_found, taken):
+        np.testing.assert_array_equal(np.array(got), np.array(want))
+
+
 # --- Pools that do not fit 32 bits ----------------------------------------------------------------
 
 
