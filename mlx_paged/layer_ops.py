@@ -209,8 +209,9 @@ def quantized_linear(
     makes the row NaN. This applies to affine weights with 4 or 8 bits in groups of 32, 64 or 128;
     others are multiplied as with "float32".
 
-    With "float32", processors with AVX-512 VNNI also use integers for 4-bit affine weights: 22-bit
-    integers times a power of two, with errors like those of float32 sums.
+    With "float32", affine weights of 4 bits (AVX2, AVX-512 VNNI) or 8 (VNNI) also meet integers, of
+    21 or 22 bits. 32 of them share a power of two, or 64 where as many weights share a scale.
+    Errors are like those of float32 sums.
 
     Args:
         x: ``[..., k]``.

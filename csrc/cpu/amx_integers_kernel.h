@@ -4,9 +4,9 @@
 // and 16 columns; vectors scale them, in the order of integer_block, so a row has the same bits in
 // either form.
 //
-// A tile product reads up to 64 bytes of each row, and a group has 32 activations. With 4-bit
-// weights, three digits are therefore stored as two planes of 12 bits, each as a byte that meets
-// 16 times the code and a half byte that meets the code itself: two products instead of three.
+// A tile product reads up to 64 bytes of each row. In groups of 32 with 4-bit weights, three digits
+// are therefore stored as two planes of 12 bits, each as a byte that meets 16 times the code and a
+// half byte that meets the code itself: two products instead of three.
 //
 // Every tile instruction takes 8 to 16 cycles, including loads and stores. So a group's activations
 // stay in tiles for all columns of a panel, and sums wait in the L1 cache. Long rows are multiplied
@@ -20,13 +20,14 @@
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
 // Rounded activations of kRowBlock rows and one group. See RowBlockLayout.
-template <int Bits, int Digits>
+template <int Bits, int Digits, int Group>
 struct RowBlock {
-  static constexpr bool kInHalves = Bits == 4 && Digits == 3;
+  static constexpr bool kInHalves = Bits == 4 && Digits == 3 && Group == 32;
   static constexpr int kPlanes = kInHalves ? 2 : Digits;
-  static constexpr int kRowBytes = kInHalves ? 2 * kIntegerGroup : kIntegerGroup;
+  static constexpr int kRowBytes = kInHalves ? 2 * Group : Group;
   static constexpr int kCodeBytes = kInHalves ? 2 : 1;
 
+  // Pieces one after another, as in IntegerChunk; halves follow bytes.
   int8_t digits[kPlanes][kRowBlock][kRowBytes];
   float scales[kRowBlock];
   float sums[kRowBlock];  // scale times the sum of the group's integers
@@ -40,37 +41,44 @@ inline VecI take_low_12_bits(VecI& v) {
   return low;
 }
 
-template <int Bits, int Digits>
+// Stores the lowest eight bits of a group's integers.
+template <int Bits, int Group>
+inline void store_group(const VecI (&integers)[Group / kWidth], int8_t* to) {
+  for (int i = 0; i < Group; i += 2 * kIntegerPiece) {
+    store_digits(integers + i / kWidth, Bits, to + i, to + i + kIntegerPiece);
+  }
+}
+
+template <int Bits, int Digits, int Group>
 inline void store_planes(
-    VecI (&integers)[kIntegerGroup / kWidth], RowBlock<Bits, Digits>& to, int row) {
-  using Block = RowBlock<Bits, Digits>;
-  constexpr int kVectors = kIntegerGroup / kWidth;
+    VecI (&integers)[Group / kWidth], RowBlock<Bits, Digits, Group>& to, int row) {
+  using Block = RowBlock<Bits, Digits, Group>;
+  constexpr int kVectors = Group / kWidth;
   for (int p = Block::kPlanes; p-- > 0;) {
     int8_t* at = to.digits[p][row];
-    VecI plane[kVectors];
     if constexpr (Block::kInHalves) {
-      VecI upper[kVectors];
+      VecI upper[kVectors], lower[kVectors];
       for (int i = 0; i < kVectors; i++) {
         const VecI part = take_low_12_bits(integers[i]);
-        plane[i] = ((part + 8) & 15) - 8;
-        upper[i] = (part - plane[i]) >> 4;
+        lower[i] = ((part + 8) & 15) - 8;
+        upper[i] = (part - lower[i]) >> 4;
       }
-      store_digits(upper, Bits, at, at + kIntegerGroup / 2);
-      at += kIntegerGroup;
+      store_group<Bits, Group>(upper, at);
+      store_group<Bits, Group>(lower, at + Group);
     } else {
-      for (int i = 0; i < kVectors; i++) {
-        plane[i] = integers[i];
-        integers[i] = (integers[i] + 128) >> 8;
+      store_group<Bits, Group>(integers, at);
+      for (VecI& v : integers) {
+        v = (v + 128) >> 8;
       }
     }
-    store_digits(plane, Bits, at, at + kIntegerGroup / 2);
   }
 }
 
 // The order in which groups of k are multiplied and stored: within each chunk, every fourth group,
 // four times, as each fourth has its own sum.
+template <int Group>
 struct GroupOrder {
-  static constexpr int kChunk = kAmxChunk / kIntegerGroup;
+  static constexpr int kChunk = kAmxChunk / Group;
 
   int groups;
 
@@ -85,11 +93,11 @@ struct GroupOrder {
   }
 };
 
-template <int Bits, int Digits>
+template <int Bits, int Digits, int Group>
 inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
-  using Block = RowBlock<Bits, Digits>;
-  const int groups = args.k / kIntegerGroup;
-  const GroupOrder order{groups};
+  using Block = RowBlock<Bits, Digits, Group>;
+  const int groups = args.k / Group;
+  const GroupOrder<Group> order{groups};
   auto block_of = [&](int row) {
     return static_cast<Block*>(args.out) + int64_t(row / kRowBlock) * groups;
   };
@@ -99,9 +107,9 @@ inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
     const int at = row % kRowBlock;
     Spread spread;
     for (int g = 0; g < groups; g++) {
-      VecI integers[kIntegerGroup / kWidth];
+      VecI integers[Group / kWidth];
       float scale;
-      const int sum = round_group<Digits>(x + g * kIntegerGroup, integers, scale, spread);
+      const int sum = round_group<Digits, Group>(x + g * Group, Bits, integers, scale, spread);
       Block& block = to[order.place_of(g)];
       store_planes(integers, block, at);
       block.scales[at] = scale;
@@ -121,31 +129,32 @@ inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
   }
 }
 
-// Rounds many rows for tiles, and few for integer_block. Int8 activations have the same blocks for
-// weights of 4 and of 8 bits, but elements in another order.
-template <int Bits, int Digits, int MinRows>
+// Rounds many rows for tiles, and few for integer_block. Bits: the fewest bits supported. Int8
+// activations have the same blocks for weights of 4 and of 8 bits, but elements in another order.
+template <int Bits, int Digits, int Group, int MinRows>
 inline void round_for_amx(const RoundArgs& args, int begin, int end) {
   if (args.rows < MinRows) {
-    return round_to_chunks<Digits>(args, begin, end);
+    return round_to_chunks<Digits, Group>(args, begin, end);
   }
   if (Bits == 4 && args.bits == 4) {
-    return round_to_blocks<4, Digits>(args, begin, end);
+    return round_to_blocks<4, Digits, Group>(args, begin, end);
   }
-  round_to_blocks<8, Digits>(args, begin, end);
+  round_to_blocks<8, Digits, Group>(args, begin, end);
 }
 
 // Codes of a chunk of k and scales of 16 * Vectors columns, in the caller's memory.
-template <int Bits, int Digits, int Vectors>
+template <int Bits, int Digits, int Group, int Vectors>
 class CodeTiles {
  public:
-  using Block = RowBlock<Bits, Digits>;
+  using Block = RowBlock<Bits, Digits, Group>;
+  static constexpr int kUnits = Group / 4;
   static constexpr int kRows = Block::kRowBytes / 4;  // of a tile
   static constexpr int kBytes = kRows * kTileRowBytes;
   static constexpr int kPairs = Vectors * kWidth / kIntegerTileColumns;
 
   CodeTiles(float* scratch, const WeightView& w)
       : w_(w),
-        order_{w.k / kIntegerGroup},
+        order_{w.k / Group},
         codes_(reinterpret_cast<uint8_t*>(scratch)),
         scales_(scratch + int64_t(order_.in_chunk(0)) * Vectors * kBytes / 4) {}
 
@@ -155,7 +164,8 @@ class CodeTiles {
   // Scales and biases of 16 columns; the latter are kIntegerTileColumns further on.
   const float* scales(int group, int v) const {
     return scales_ + v / 2 * scales_per_pair() +
-           int64_t(group >> group_shift(w_.group_size)) * 2 * kIntegerTileColumns + v % 2 * kWidth;
+           int64_t(group >> group_shift<Group>(w_.group_size)) * 2 * kIntegerTileColumns +
+           v % 2 * kWidth;
   }
 
   float* end() const { return scales_ + kPairs * scales_per_pair(); }
@@ -171,22 +181,21 @@ class CodeTiles {
   void fill(int first, int64_t column, int columns) const {
     const int groups = order_.in_chunk(first);
     const bool is_last = first + groups == order_.groups;
-    const int64_t bytes = int64_t(first) * kIntegerGroup * Bits / 8;
+    const int64_t bytes = int64_t(first) * Group * Bits / 8;
     const int64_t ahead = is_last ? int64_t(Vectors) * kWidth * w_.row_bytes - bytes
-                                  : int64_t(groups) * kIntegerGroup * Bits / 8;
+                                  : int64_t(groups) * Group * Bits / 8;
     for (int pair = 0; pair < kPairs; pair++) {
       const int at = pair * kIntegerTileColumns;
       read_codes<Bits>(
-          w_, column + at, columns - at, first, first + groups, ahead,
-          [&](int group, int unit, int v, VecU8 codes) {
-            const auto read = (__m512i)codes;
-            const int64_t tile = (order_.place_of(group) - first) * Vectors + 2 * pair + v;
-            uint8_t* to = codes_ + tile * kBytes + unit * kTileRowBytes;
+          w_, column + at, columns - at, first * Group, (first + groups) * Group, ahead,
+          [&](int unit, int v, VecU8 codes) {
+            const int64_t tile = (order_.place_of(unit / kUnits) - first) * Vectors + 2 * pair + v;
+            uint8_t* to = codes_ + tile * kBytes + unit % kUnits * kTileRowBytes;
             if constexpr (Block::kInHalves) {
-              _mm512_store_si512(to, _mm512_slli_epi16(read, 4));
+              _mm512_store_si512(to, _mm512_slli_epi16((__m512i)codes, 4));
               to += kBytes / 2;
             }
-            _mm512_store_si512(to, read);
+            _mm512_store_si512(to, (__m512i)codes);
           });
     }
   }
@@ -197,7 +206,7 @@ class CodeTiles {
   }
 
   const WeightView& w_;
-  GroupOrder order_;
+  GroupOrder<Group> order_;
   uint8_t* codes_;  // [place, Vectors, kRows, kWidth, 4]: 16 times the codes first, if in halves
   float* scales_;   // [pair of vectors, as in IntegerTile]
 };
@@ -205,11 +214,11 @@ class CodeTiles {
 // Multiplies `Rows` rows of a block by the columns of a panel. A unit of work is the products of
 // one group and 16 columns. Sums can be stored some 52 cycles after a product began and loaded when
 // they are in the cache, so a unit's sums are stored kSets units later, and scaled after that.
-template <int Bits, int Digits, int Rows, int Vectors, typename Tiles>
+template <int Bits, int Digits, int Group, int Rows, int Vectors, typename Tiles>
 class AmxBlock {
  public:
-  using Block = RowBlock<Bits, Digits>;
-  using Codes = CodeTiles<Bits, Digits, Vectors>;
+  using Block = RowBlock<Bits, Digits, Group>;
+  using Codes = CodeTiles<Bits, Digits, Group, Vectors>;
   typedef VecF Sums[kIntegerGroups][Vectors][Rows];
 
   AmxBlock(Tiles& tiles, const Codes& codes) : tiles_(tiles), codes_(codes) {}
@@ -366,8 +375,11 @@ class AmxBlock {
     if constexpr (Block::kInHalves) {
       const VecI sums[1] = {(plane(0) << 12) + plane(1)};
       return whole_sum(sums);
-    } else if constexpr (Digits == 3) {
+    } else if constexpr (kIntegerSums<Bits, Digits> == 2) {
       const VecI sums[2] = {(plane(0) << 8) + plane(1), plane(2)};
+      return whole_sum(sums);
+    } else if constexpr (Digits == 3) {
+      const VecI sums[1] = {(((plane(0) << 8) + plane(1)) << 8) + plane(2)};
       return whole_sum(sums);
     } else {
       const VecI sums[1] = {plane(0)};
@@ -387,18 +399,18 @@ class AmxBlock {
 
 // Multiplies rows [begin, end), `Rows` at a time, by a panel of columns. The last tile of rows may
 // be incomplete.
-template <int Bits, int Digits, int Rows, int Vectors, typename Tiles>
+template <int Bits, int Digits, int Group, int Rows, int Vectors, typename Tiles>
 inline void amx_rows(
-    const IntegerProductArgs& args, const CodeTiles<Bits, Digits, Vectors>& codes, int begin,
+    const IntegerProductArgs& args, const CodeTiles<Bits, Digits, Group, Vectors>& codes, int begin,
     int end, int first, int64_t column, int columns) {
-  using Multiply = AmxBlock<Bits, Digits, Rows, Vectors, Tiles>;
-  using Block = RowBlock<Bits, Digits>;
+  using Multiply = AmxBlock<Bits, Digits, Group, Rows, Vectors, Tiles>;
+  using Block = RowBlock<Bits, Digits, Group>;
   using Sums = typename Multiply::Sums;
   TileShape shapes[kNumTiles];
   Multiply::configure(shapes);
   Tiles tiles(shapes);
   Multiply multiply(tiles, codes);
-  const GroupOrder order{args.weights.k / kIntegerGroup};
+  const GroupOrder<Group> order{args.weights.k / Group};
   const bool has_chunks = order.in_chunk(0) < order.groups;
   const int in_chunk = order.in_chunk(first);
   for (int row = begin; row < end; row += Rows) {
@@ -424,16 +436,17 @@ inline void amx_rows(
 }
 
 // Computes up to 16 * Vectors columns.
-template <int Bits, int Digits, int Vectors, typename Tiles>
+template <int Bits, int Digits, int Group, int Vectors, typename Tiles>
 inline void amx_panel(const IntegerProductArgs& args, int64_t column, int columns) {
-  const CodeTiles<Bits, Digits, Vectors> codes(args.scratch, args.weights);
+  const CodeTiles<Bits, Digits, Group, Vectors> codes(args.scratch, args.weights);
   const int whole = args.rows / kRowBlock * kRowBlock;
   const int rest = args.rows - whole;
   codes.fill_scales(column, columns);
-  for (int first = 0; first < args.weights.k / kIntegerGroup; first += GroupOrder::kChunk) {
+  for (int first = 0; first < args.weights.k / Group; first += GroupOrder<Group>::kChunk) {
     codes.fill(first, column, columns);
     auto rows = [&]<int Rows>(int begin, int end) {
-      amx_rows<Bits, Digits, Rows, Vectors, Tiles>(args, codes, begin, end, first, column, columns);
+      amx_rows<Bits, Digits, Group, Rows, Vectors, Tiles>(
+          args, codes, begin, end, first, column, columns);
     };
     // A product takes as long as its tile has rows.
     if (whole > 0) {
@@ -449,38 +462,43 @@ inline void amx_panel(const IntegerProductArgs& args, int64_t column, int column
   }
 }
 
-template <int Bits, int Digits, typename Tiles>
+template <int Bits, int Digits, int Group, typename Tiles>
 inline void amx_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
   for (int64_t column = begin; column < end; column += kPanelColumns) {
     const int columns = end - column < kPanelColumns ? int(end - column) : kPanelColumns;
-    columns <= kIntegerTileColumns ? amx_panel<Bits, Digits, 2, Tiles>(args, column, columns)
-                                   : amx_panel<Bits, Digits, 4, Tiles>(args, column, columns);
+    columns <= kIntegerTileColumns
+        ? amx_panel<Bits, Digits, Group, 2, Tiles>(args, column, columns)
+        : amx_panel<Bits, Digits, Group, 4, Tiles>(args, column, columns);
   }
 }
 
 // Minimum rows for AMX tiles, which take as long for eight or twelve rows as for sixteen.
 constexpr int kMinAmxRows = 16;
 
-template <int Bits, int Digits, typename Tiles>
+template <int Bits, int Digits, int Group, typename Tiles>
+inline void amx_product_of_bits(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+  args.rows < kMinAmxRows ? integer_product_of<Bits, Digits, Group>(args, begin, end)
+                          : amx_product_of<Bits, Digits, Group, Tiles>(args, begin, end);
+}
+
+template <int Bits, int Digits, int Group, typename Tiles>
 inline void amx_product(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  const bool tiles = args.rows >= kMinAmxRows;
   if (Bits == 4 && args.weights.bits == 4) {
-    return tiles ? amx_product_of<4, Digits, Tiles>(args, begin, end)
-                 : integer_product_of<4, Digits>(args, begin, end);
+    return amx_product_of_bits<4, Digits, Group, Tiles>(args, begin, end);
   }
-  tiles ? amx_product_of<8, Digits, Tiles>(args, begin, end)
-        : integer_product_of<8, Digits>(args, begin, end);
+  amx_product_of_bits<8, Digits, Group, Tiles>(args, begin, end);
 }
 
 // Bits: the fewest bits supported.
-template <int Bits, int Digits, typename Tiles>
+template <int Bits, int Digits, int Group, typename Tiles>
 constexpr IntegerKernels kAmxKernelsOf = {
-    sizeof(IntegerChunk<Digits>),
+    sizeof(IntegerChunk<Digits, Group>),
     Digits,
-    round_for_amx<Bits, Digits, kMinAmxRows>,
-    amx_product<Bits, Digits, Tiles>,
+    Group,
+    round_for_amx<Bits, Digits, Group, kMinAmxRows>,
+    amx_product<Bits, Digits, Group, Tiles>,
     kMinTileRows<Digits>,
-    RowBlock<Bits, Digits>::kCodeBytes,
-    {int(sizeof(RowBlock<Bits, Digits>::digits)), kMinAmxRows}};
+    {Group, int(sizeof(RowBlock<Bits, Digits, Group>::digits)), kMinAmxRows,
+     RowBlock<Bits, Digits, Group>::kCodeBytes}};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

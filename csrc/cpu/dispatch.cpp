@@ -85,14 +85,15 @@ const Kernels& kernels() {
 
 const IntegerKernels* integer_kernels(Activations activations, const WeightView& weights) {
   const auto& rounded = kernels().rounded;
-  bool is_affine = weights.format == WeightFormat::affine;
-  if (is_affine && activations == Activations::int8 && (weights.bits == 4 || weights.bits == 8)) {
+  if (weights.format != WeightFormat::affine || (weights.bits != 4 && weights.bits != 8)) {
+    return nullptr;
+  }
+  if (activations == Activations::int8) {
     return &rounded.int8;
   }
-  const IntegerKernels* wide = weights.bits == 4   ? &rounded.wide4
-                               : weights.bits == 8 ? &rounded.wide8
-                                                   : nullptr;
-  return is_affine && wide && wide->product ? wide : nullptr;
+  const auto& wide = weights.bits == 4 ? rounded.wide4 : rounded.wide8;
+  const IntegerKernels& found = wide[weights.group_size > kMinIntegerGroup];
+  return found.product ? &found : nullptr;
 }
 
 const AttentionKernels& attention_kernels(const AttentionArgs& args) {

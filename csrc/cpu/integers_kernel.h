@@ -22,8 +22,8 @@ typedef uint8_t VecU8 __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t VecU16 __attribute__((vector_size(4 * kWidth)));
 typedef int16_t VecS16 __attribute__((vector_size(4 * kWidth)));
 
-constexpr int kUnits = kWidth / 4;               // groups with one half in a vector
-constexpr int kParts = kIntegerGroups / kUnits;  // vectors per half chunk
+constexpr int kUnits = kWidth / 4;               // groups with one piece in a vector
+constexpr int kParts = kIntegerGroups / kUnits;  // vectors for a piece of each group
 constexpr int kBlockOfColumns = 4;
 constexpr int kBlocksAhead = 2;
 constexpr int kScaleGroups = 16;  // groups of weights whose scales are widened at once
@@ -87,15 +87,24 @@ inline VecI add_pairs(VecS16 v) {
 }
 #endif
 
-// Adds the products of both halves of groups.
-template <int Bits>
-inline VecI add_halves(VecI sums, const VecU8 (&codes)[2], const VecU8 (&x)[2]) {
+// Adds the products of all pieces of groups, whose digits are kPieceBytes apart.
+template <int Bits, int Pieces>
+inline VecI add_pieces(VecI sums, const VecU8 (&codes)[Pieces], const int8_t* x) {
+  constexpr int kPieceBytes = kIntegerGroups * kIntegerPiece;
+  auto digits = [&](int piece) { return load_as<VecU8>(x + piece * kPieceBytes); };
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
-  if constexpr (Bits == 4) {  // four products of 15 and 128 fit 16 bits
-    return sums + add_pairs(pair_products(codes[0], x[0]) + pair_products(codes[1], x[1]));
+  if constexpr (Bits == 4) {  // eight products of 15 and 128 fit 16 bits
+    VecS16 pairs = pair_products(codes[0], digits(0));
+    for (int piece = 1; piece < Pieces; piece++) {
+      pairs += pair_products(codes[piece], digits(piece));
+    }
+    return sums + add_pairs(pairs);
   }
 #endif
-  return add_products<Bits>(add_products<Bits>(sums, codes[0], x[0]), codes[1], x[1]);
+  for (int piece = 0; piece < Pieces; piece++) {
+    sums = add_products<Bits>(sums, codes[piece], digits(piece));
+  }
+  return sums;
 }
 
 // Sums the four elements of each group (a quarter of a vector) of each column and interleaves the
@@ -118,7 +127,8 @@ inline VecU8 upper_halves(VecU8 bytes) {
   return (VecU8)((VecU16)bytes >> 4) & 15;
 }
 
-// Loads both halves of the groups in part `part` of a chunk, whose weights start at p.
+// Loads both pieces of the groups of 32 elements in part `part` of four groups, whose weights start
+// at p.
 template <int Bits>
 inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) {
   constexpr int kBytes = 4 * kWidth;
@@ -142,6 +152,43 @@ inline void load_codes(const uint8_t* p, int part, VecU8& first, VecU8& second) 
     first = load_as<VecU8>(p);
     second = load_as<VecU8>(p + kBytes);
 #endif
+  }
+}
+
+// Collects the even or the odd quarters of two vectors.
+inline void split_quarters(VecU8 a, VecU8 b, VecU8& even, VecU8& odd) {
+#if defined(__AVX512F__)
+  even = (VecU8)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0x88);
+  odd = (VecU8)_mm512_shuffle_i32x4((__m512i)a, (__m512i)b, 0xdd);
+#elif defined(__AVX2__)
+  even = (VecU8)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x20);
+  odd = (VecU8)_mm256_permute2x128_si256((__m256i)a, (__m256i)b, 0x31);
+#else
+  even = a;
+  odd = b;
+#endif
+}
+
+// Loads all pieces of the groups in part `part` of a chunk, whose weights start at p.
+template <int Bits, int Group>
+inline void load_pieces(const uint8_t* p, int part, VecU8 (&pieces)[Group / kIntegerPiece]) {
+  if constexpr (Group == 32) {
+    load_codes<Bits>(p, part, pieces[0], pieces[1]);
+  } else if constexpr (Bits == 4) {
+    constexpr int kBytes = 4 * kWidth;
+    p += part * 2 * kBytes;
+    VecU8 both[2];  // of the first 32 elements of each group, then of the others
+    split_quarters(load_as<VecU8>(p), load_as<VecU8>(p + kBytes), both[0], both[1]);
+    for (int half = 0; half < 2; half++) {
+      pieces[2 * half] = both[half] & 15;
+      pieces[2 * half + 1] = upper_halves(both[half]);
+    }
+  } else {
+    VecU8 firsts[2], seconds[2];
+    load_codes<8>(p, 2 * part, firsts[0], seconds[0]);
+    load_codes<8>(p, 2 * part + 1, firsts[1], seconds[1]);
+    split_quarters(firsts[0], firsts[1], pieces[0], pieces[2]);
+    split_quarters(seconds[0], seconds[1], pieces[1], pieces[3]);
   }
 }
 
@@ -261,8 +308,9 @@ inline void read_scales(const T* const* from, int count, ColumnScales& to) {
 }
 
 // log2 of the activation groups per weight group.
+template <int Group>
 inline int group_shift(int group_size) {
-  return group_size == 32 ? 0 : group_size == 64 ? 1 : 2;
+  return group_size == Group ? 0 : group_size == 2 * Group ? 1 : 2;
 }
 
 // Sums that a group's products take: with 8-bit weights the lowest of three digits has its own.
@@ -284,11 +332,11 @@ struct ColumnExtents {
   int chunks;
   int whole_chunks;
 
-  explicit ColumnExtents(const WeightView& w)
+  ColumnExtents(const WeightView& w, int shift, int group)
       : groups(w.k / w.group_size),
-        shift(group_shift(w.group_size)),
-        chunks(num_integer_chunks(w.k)),
-        whole_chunks(w.k / kIntegerChunk) {}
+        shift(shift),
+        chunks(num_integer_chunks(w.k, group)),
+        whole_chunks(w.k / (kIntegerGroups * group)) {}
 };
 
 // Reads the scales and biases of up to kScaleGroups groups of four columns, from group `first` on.
@@ -315,11 +363,12 @@ inline void read_block_scales(
 }
 
 // Computes up to four columns; missing ones repeat the last.
-template <int Bits, int Digits, int Rows>
+template <int Bits, int Digits, int Group, int Rows>
 inline void integer_block(
     const IntegerProductArgs& args, const ColumnExtents& of, int row, int64_t column, int columns) {
+  using Chunk = IntegerChunk<Digits, Group>;
   constexpr int kSums = kIntegerSums<Bits, Digits>;
-  constexpr int kBytes = kIntegerChunk * Bits / 8;
+  constexpr int kBytes = Chunk::kSize * Bits / 8;
   const WeightView& w = args.weights;
   const int chunks = of.chunks;
   const int whole = of.whole_chunks;
@@ -335,14 +384,14 @@ inline void integer_block(
   alignas(64) uint8_t last[kBlockOfColumns][kBytes];
   const bool copies = whole < chunks && (w.n - column - columns) * w.row_bytes < kBytes;
   if (copies) {
-    const int bytes = (w.k % kIntegerChunk) * Bits / 8;
+    const int bytes = (w.k % Chunk::kSize) * Bits / 8;
     for (int j = 0; j < kBlockOfColumns; j++) {
       copy_tail(last[j], p[j] + whole * kBytes, bytes, kBytes);
     }
   }
   const int in_place = copies ? whole : chunks;
   ColumnScales scales, biases;
-  auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
+  auto x = static_cast<const Chunk*>(args.x) + int64_t(row) * chunks;
   VecF sums[Rows][kParts] = {};
   // Prefetches one long run: the columns after the next ones, and their scales.
   const uint8_t* ahead = p[0] + kBlocksAhead * kBlockOfColumns * w.row_bytes;
@@ -361,9 +410,9 @@ inline void integer_block(
       }
     }
     for (int part = 0; part < kParts; part++) {
-      VecU8 halves[kBlockOfColumns][2];
+      VecU8 pieces[kBlockOfColumns][Chunk::kPieces];
       for (int j = 0; j < kBlockOfColumns; j++) {
-        load_codes<Bits>(codes[j], part, halves[j][0], halves[j][1]);
+        load_pieces<Bits, Group>(codes[j], part, pieces[j]);
       }
       const VecF scale = scales.of(first, part, shift);
       const VecF bias = biases.of(first, part, shift);
@@ -371,14 +420,12 @@ inline void integer_block(
         const auto& xc = x[int64_t(i) * chunks + c];
         VecI products[kSums][kBlockOfColumns] = {};
         for (int d = 0; d < Digits; d++) {
-          const int8_t* digits = xc.digits[d] + part * 4 * kWidth;
-          const VecU8 x_halves[2] = {
-              load_as<VecU8>(digits), load_as<VecU8>(digits + kIntegerChunk / 2)};
+          const int8_t* digits = xc.digits[d][0][part * kUnits];
           const int of = d < 2 ? 0 : kSums - 1;
           const bool shifts = d > 0 && (kSums == 1 || d < 2);
           for (int j = 0; j < kBlockOfColumns; j++) {
             VecI& sum = products[of][j];
-            sum = add_halves<Bits>(sum << (shifts ? 8 : 0), halves[j], x_halves);
+            sum = add_pieces<Bits>(sum << (shifts ? 8 : 0), pieces[j], digits);
           }
         }
         VecI totals[kSums];
@@ -408,24 +455,24 @@ inline void integer_block(
   }
 }
 
-template <int Bits, int Digits>
+template <int Bits, int Digits, int Group>
 inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  const ColumnExtents of(args.weights);
+  const ColumnExtents of(args.weights, group_shift<Group>(args.weights.group_size), Group);
   for (int64_t column = begin; column < end; column += kBlockOfColumns) {
     int columns = end - column < kBlockOfColumns ? int(end - column) : kBlockOfColumns;
     int row = 0;
     for (; row + 4 <= args.rows; row += 4) {
-      integer_block<Bits, Digits, 4>(args, of, row, column, columns);
+      integer_block<Bits, Digits, Group, 4>(args, of, row, column, columns);
     }
     switch (args.rows - row) {
       case 1:
-        integer_block<Bits, Digits, 1>(args, of, row, column, columns);
+        integer_block<Bits, Digits, Group, 1>(args, of, row, column, columns);
         break;
       case 2:
-        integer_block<Bits, Digits, 2>(args, of, row, column, columns);
+        integer_block<Bits, Digits, Group, 2>(args, of, row, column, columns);
         break;
       case 3:
-        integer_block<Bits, Digits, 3>(args, of, row, column, columns);
+        integer_block<Bits, Digits, Group, 3>(args, of, row, column, columns);
         break;
     }
   }
@@ -464,10 +511,17 @@ struct Spread {
   }
 };
 
+// log2 of the least that a group's largest integer of three digits can be, so that sums of products
+// fit 32 bits.
+template <int Group>
+inline uint32_t integer_exponent(int bits) {
+  return Group == 64 && bits == 4 ? 20 : 21;
+}
+
 // Rounds a group to integers and a scale. Returns the sum of the integers.
-template <int Digits>
-inline int round_group(const float* x, VecI* integers, float& scale, Spread& spread) {
-  constexpr int kVectors = kIntegerGroup / kWidth;
+template <int Digits, int Group>
+inline int round_group(const float* x, int bits, VecI* integers, float& scale, Spread& spread) {
+  constexpr int kVectors = Group / kWidth;
   constexpr int kPairs = kVectors / 2;
   VecF values[kVectors];
   VecU pairs[kPairs] = {};  // the larger of each
@@ -496,12 +550,12 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
     scale = magnitude / 127.0f;
     inverse = 127.0f / magnitude;
   } else {
-    // A power of two, so that the largest integer is between 2^21 and 2^22.
+    // A power of two.
     static_assert(Digits == 3);
     for (const VecU& pair : pairs) {
       spread.add(pair, most);
     }
-    uint32_t exponent = (most >> 23) - 21;
+    uint32_t exponent = (most >> 23) - integer_exponent<Group>(bits);
     scale = bits_as_float(exponent << 23);
     inverse = bits_as_float((254 - exponent) << 23);
   }
@@ -515,9 +569,8 @@ inline int round_group(const float* x, VecI* integers, float& scale, Spread& spr
   return sum(sums);
 }
 
-// Stores the lowest eight bits of a group's integers, in the order of IntegerChunk.
-inline void store_digits(
-    const VecI (&integers)[kIntegerGroup / kWidth], int bits, int8_t* first, int8_t* second) {
+// Stores the lowest eight bits of 32 integers as two pieces; see IntegerChunk.
+inline void store_digits(const VecI* integers, int bits, int8_t* first, int8_t* second) {
 #if defined(__AVX512F__)
   __m128i low = _mm512_cvtepi32_epi8((__m512i)integers[0]);
   __m128i high = _mm512_cvtepi32_epi8((__m512i)integers[1]);
@@ -547,8 +600,7 @@ inline void store_digits(
   _mm_storeu_si128(reinterpret_cast<__m128i*>(first), _mm256_castsi256_si128(digits));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(second), _mm256_extracti128_si256(digits, 1));
 #else
-  constexpr int kHalf = kIntegerGroup / 2;
-  for (int i = 0; i < kIntegerGroup / kWidth; i++) {
+  for (int i = 0; i < 2 * kIntegerPiece / kWidth; i++) {
     const Bytes digits = __builtin_convertvector(integers[i], Bytes);
     if (bits == 4) {
       const auto pairs = load_as<BytePairs>(&digits);
@@ -557,19 +609,19 @@ inline void store_digits(
       __builtin_memcpy(first + i * (kWidth / 2), &even, kWidth / 2);
       __builtin_memcpy(second + i * (kWidth / 2), &odd, kWidth / 2);
     } else {
-      int8_t* half = i * kWidth < kHalf ? first : second;
-      __builtin_memcpy(half + i * kWidth % kHalf, &digits, kWidth);
+      int8_t* piece = i * kWidth < kIntegerPiece ? first : second;
+      __builtin_memcpy(piece + i * kWidth % kIntegerPiece, &digits, kWidth);
     }
   }
 #endif
 }
 
-template <int Digits>
+template <int Digits, int Group>
 inline void round_to_chunks(const RoundArgs& args, int begin, int end) {
-  constexpr int kVectors = kIntegerGroup / kWidth;
-  constexpr int kHalf = kIntegerGroup / 2;
-  const int chunks = num_integer_chunks(args.k);
-  auto to = static_cast<IntegerChunk<Digits>*>(args.out) + int64_t(begin) * chunks;
+  using Chunk = IntegerChunk<Digits, Group>;
+  constexpr int kVectors = Group / kWidth;
+  const int chunks = num_integer_chunks(args.k, Group);
+  auto to = static_cast<Chunk*>(args.out) + int64_t(begin) * chunks;
   for (int row = begin; row < end; row++) {
     const float* x = args.x + row * args.stride;
     auto first_chunk = to;
@@ -579,13 +631,16 @@ inline void round_to_chunks(const RoundArgs& args, int begin, int end) {
         VecI integers[kVectors] = {};
         float scale = 0;
         int sum = 0;
-        int64_t at = int64_t(c) * kIntegerChunk + g * kIntegerGroup;
+        int64_t at = int64_t(c) * Chunk::kSize + g * Group;
         if (at < args.k) {
-          sum = round_group<Digits>(x + at, integers, scale, spread);
+          sum = round_group<Digits, Group>(x + at, args.bits, integers, scale, spread);
         }
         for (int d = Digits; d-- > 0;) {
-          int8_t* first = to->digits[d] + g * kHalf;
-          store_digits(integers, args.bits, first, first + kIntegerChunk / 2);
+          auto& pieces = to->digits[d];
+          for (int p = 0; p < Chunk::kPieces; p += 2) {
+            store_digits(
+                integers + p * kIntegerPiece / kWidth, args.bits, pieces[p][g], pieces[p + 1][g]);
+          }
           for (int i = 0; i < kVectors; i++) {
             integers[i] = (integers[i] + 128) >> 8;
           }

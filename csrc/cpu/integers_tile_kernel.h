@@ -25,20 +25,16 @@ constexpr int kMaxTileBits = 4;  // products with longer codes do not fit 16 bit
 struct IntegerTile {
   static constexpr int kVectors = 2;
   static constexpr int kColumns = kVectors * kWidth;
-  static constexpr int kUnits = 8;  // of four codes, per group
 
   static_assert(kIntegerTileColumns % kColumns == 0);
 
-  uint8_t* codes;  // [group, unit, vector, kWidth, 4]
+  uint8_t* codes;  // [unit of four codes, vector, kWidth, 4]
   float* scales;   // [weight group, 2: scale and bias, kColumns]
 
   IntegerTile(float* scratch, const WeightView& w)
-      : codes(reinterpret_cast<uint8_t*>(scratch)),
-        scales(scratch + int64_t(num_integer_chunks(w.k)) * kIntegerChunk * kColumns / 4) {}
+      : codes(reinterpret_cast<uint8_t*>(scratch)), scales(scratch + int64_t(w.k) * kColumns / 4) {}
 
-  uint8_t* at(int group, int unit, int v) const {
-    return codes + ((int64_t(group) * kUnits + unit) * kVectors + v) * 4 * kWidth;
-  }
+  uint8_t* at(int64_t unit, int v) const { return codes + (unit * kVectors + v) * 4 * kWidth; }
 
   template <int Bits>
   void fill(const WeightView& w, int64_t column, int columns) const;
@@ -85,31 +81,34 @@ inline void load_words(const ColumnBytes& p, int64_t byte, int left, VecU (&to)[
 }
 
 // Prefetches a share of the codes of a tile's columns, as many as one group has.
-template <int Bits>
+template <int Bits, int Group>
 inline void prefetch_group(const WeightView& w, int64_t column, int group) {
-  constexpr int kBytes = IntegerTile::kColumns * kIntegerGroup * Bits / 8;
+  constexpr int kBytes = IntegerTile::kColumns * Group * Bits / 8;
   auto codes = static_cast<const char*>(w.data) + column * w.row_bytes + int64_t(group) * kBytes;
   for (int byte = 0; byte < kBytes; byte += 64) {
     __builtin_prefetch(codes + byte, 0, 2);
   }
 }
 
-// Calls put(group, unit, vector, codes) with each unit of four codes of each of a vector's columns,
-// for groups [begin, end) of each. ahead: what is prefetched, in bytes after what is read, because
-// the next call reads it after all rows were multiplied by these codes; 0: nothing.
+// Calls put(unit, vector, codes) with each unit of four codes of each of a vector's columns, for
+// elements [begin, end) of each, a multiple of 32. Units have the order of IntegerChunk's digits.
+// ahead: what is prefetched, in bytes after what is read, because the next call reads it after all
+// rows were multiplied by these codes; 0: nothing.
 template <int Bits, typename Put>
 inline void read_codes(
     const WeightView& w, int64_t column, int columns, int begin, int end, int64_t ahead,
     const Put& put) {
-  constexpr int kBytes = kIntegerGroup * Bits / 8;
+  constexpr int kElements = 32;
+  constexpr int kBytes = kElements * Bits / 8;
   for (int v = 0; v < IntegerTile::kVectors; v++) {
     ColumnBytes p;
     for (int j = 0; j < kWidth; j++) {  // missing columns repeat the last one
       int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
       p[j] = static_cast<const uint8_t*>(w.data) + (column + at) * w.row_bytes;
     }
-    for (int group = begin; group < end; group++) {
-      const int64_t at = int64_t(group) * kBytes;
+    for (int k = begin; k < end; k += kElements) {
+      const int unit = k / 4;
+      const int64_t at = int64_t(k) * Bits / 8;
       for (int j = 0; ahead != 0 && at % 64 == 0 && j < kWidth; j++) {
         __builtin_prefetch(p[j] + at + ahead, 0, 2);
       }
@@ -119,10 +118,10 @@ inline void read_codes(
         for (int i = 0; i < 4; i++) {
           const VecU8 codes = (VecU8)words[i];
           if constexpr (Bits == 4) {
-            put(group, i, v, codes & 15);
-            put(group, 4 + i, v, upper_halves(codes));
+            put(unit + i, v, codes & 15);
+            put(unit + 4 + i, v, upper_halves(codes));
           } else {
-            put(group, 4 * half + i, v, codes);
+            put(unit + 4 * half + i, v, codes);
           }
         }
       }
@@ -179,29 +178,30 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
 
 template <int Bits>
 inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
-  read_codes<Bits>(
-      w, column, columns, 0, w.k / kIntegerGroup, 0, [&](int group, int unit, int v, VecU8 read) {
-        __builtin_memcpy(at(group, unit, v), &read, sizeof(read));
-      });
+  read_codes<Bits>(w, column, columns, 0, w.k, 0, [&](int unit, int v, VecU8 read) {
+    __builtin_memcpy(at(unit, v), &read, sizeof(read));
+  });
   fill_scales(w, column, columns, scales);
 }
 
 // Adds the products of a group's codes and one digit of Rows rows: four elements of k at
 // digits[i * stride + offset of the unit].
-template <int Bits, int Rows>
+template <int Bits, int Group, int Rows>
 inline void add_digit(
     const IntegerTile& tile, int group, const int8_t* digits, int64_t stride,
     VecI (&sums)[Rows][IntegerTile::kVectors]) {
   constexpr int kVectors = IntegerTile::kVectors;
+  constexpr int kUnitsOfGroup = Group / 4;
   auto four_of = [&](int unit, int i) {
-    const int at = unit / 4 * (kIntegerChunk / 2) + 4 * (unit % 4);
+    const int at = unit / 4 * (kIntegerGroups * kIntegerPiece) + 4 * (unit % 4);
     return (VecU8)(VecI{} + load_as<int32_t>(digits + i * stride + at));
   };
+  const int64_t first_unit = int64_t(group) * kUnitsOfGroup;
 #if defined(__AVX512VNNI__)
-  for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
+  for (int unit = 0; unit < kUnitsOfGroup; unit++) {
     VecU8 w[kVectors];
     for (int v = 0; v < kVectors; v++) {
-      w[v] = load_as<VecU8>(tile.at(group, unit, v));
+      w[v] = load_as<VecU8>(tile.at(first_unit + unit, v));
     }
     for (int i = 0; i < Rows; i++) {
       const VecU8 four = four_of(unit, i);
@@ -211,44 +211,47 @@ inline void add_digit(
     }
   }
 #else
-  static_assert(Bits == 4);  // a group's 16 products that meet in 16 bits fit: 16 * 15 * 128
-  VecS16 pairs[Rows][kVectors] = {};
+  static_assert(Bits == 4);  // 16 products that meet in 16 bits fit: 16 * 15 * 128
+  constexpr int kAtOnce = 8;
+  for (int begin = 0; begin < kUnitsOfGroup; begin += kAtOnce) {
+    VecS16 pairs[Rows][kVectors] = {};
 #pragma GCC unroll 8
-  for (int unit = 0; unit < IntegerTile::kUnits; unit++) {
-    VecU8 w[kVectors];
-    for (int v = 0; v < kVectors; v++) {
-      w[v] = load_as<VecU8>(tile.at(group, unit, v));
-    }
-    for (int i = 0; i < Rows; i++) {
-      const VecU8 four = four_of(unit, i);
+    for (int unit = begin; unit < begin + kAtOnce; unit++) {
+      VecU8 w[kVectors];
       for (int v = 0; v < kVectors; v++) {
-        pairs[i][v] += pair_products(w[v], four);
-        asm("" : "+v"(pairs[i][v]));  // GCC would keep the products, and add them later
+        w[v] = load_as<VecU8>(tile.at(first_unit + unit, v));
+      }
+      for (int i = 0; i < Rows; i++) {
+        const VecU8 four = four_of(unit, i);
+        for (int v = 0; v < kVectors; v++) {
+          pairs[i][v] += pair_products(w[v], four);
+          asm("" : "+v"(pairs[i][v]));  // GCC would keep the products, and add them later
+        }
       }
     }
-  }
-  for (int i = 0; i < Rows; i++) {
-    for (int v = 0; v < kVectors; v++) {
-      sums[i][v] += add_pairs(pairs[i][v]);
+    for (int i = 0; i < Rows; i++) {
+      for (int v = 0; v < kVectors; v++) {
+        sums[i][v] += add_pairs(pairs[i][v]);
+      }
     }
   }
 #endif
 }
 
-template <int Bits, int Digits, int Rows>
+template <int Bits, int Digits, int Group, int Rows>
 inline void tile_rows_of(
     const IntegerProductArgs& args, const IntegerTile& tile, int row, int64_t column, int columns) {
   constexpr int kVectors = IntegerTile::kVectors;
   constexpr int kSums = kIntegerSums<Bits, Digits>;
-  const int chunks = num_integer_chunks(args.weights.k);
-  const int groups = args.weights.k / kIntegerGroup;
-  const int shift = group_shift(args.weights.group_size);
-  auto x = static_cast<const IntegerChunk<Digits>*>(args.x) + int64_t(row) * chunks;
+  const int chunks = num_integer_chunks(args.weights.k, Group);
+  const int groups = args.weights.k / Group;
+  const int shift = group_shift<Group>(args.weights.group_size);
+  auto x = static_cast<const IntegerChunk<Digits, Group>*>(args.x) + int64_t(row) * chunks;
   // Every fourth group has its own sum, to match the order of integer_block.
   VecF sums[kIntegerGroups][Rows][kVectors] = {};
   for (int group = 0; group < groups; group++) {
     if (row == 0) {  // a little at a time, as memory delivers it
-      prefetch_group<Bits>(args.weights, column + IntegerTile::kColumns, group);
+      prefetch_group<Bits, Group>(args.weights, column + IntegerTile::kColumns, group);
     }
     const int g = group % kIntegerGroups;
     const auto* xg = x + group / kIntegerGroups;
@@ -266,8 +269,8 @@ inline void tile_rows_of(
           }
         }
       }
-      add_digit<Bits, Rows>(
-          tile, group, xg->digits[d] + 16 * g, chunks * int64_t(sizeof(*xg)), products);
+      add_digit<Bits, Group, Rows>(
+          tile, group, xg->digits[d][0][g], chunks * int64_t(sizeof(*xg)), products);
     }
     VecF scale[kVectors], bias[kVectors];
     for (int v = 0; v < kVectors; v++) {
@@ -296,7 +299,7 @@ inline void tile_rows_of(
   }
 }
 
-template <int Bits, int Digits>
+template <int Bits, int Digits, int Group>
 inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t end) {
   const IntegerTile tile(args.scratch, args.weights);
   for (int64_t column = begin; column < end; column += IntegerTile::kColumns) {
@@ -307,21 +310,21 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t
     // Two sums of eight rows would not fit the registers.
     if constexpr (kWidth == 16 && kIntegerSums<Bits, Digits> == 1) {
       for (; row + 8 <= args.rows; row += 8) {
-        tile_rows_of<Bits, Digits, 8>(args, tile, row, column, columns);
+        tile_rows_of<Bits, Digits, Group, 8>(args, tile, row, column, columns);
       }
     }
     for (; row + 4 <= args.rows; row += 4) {
-      tile_rows_of<Bits, Digits, 4>(args, tile, row, column, columns);
+      tile_rows_of<Bits, Digits, Group, 4>(args, tile, row, column, columns);
     }
     switch (args.rows - row) {
       case 1:
-        tile_rows_of<Bits, Digits, 1>(args, tile, row, column, columns);
+        tile_rows_of<Bits, Digits, Group, 1>(args, tile, row, column, columns);
         break;
       case 2:
-        tile_rows_of<Bits, Digits, 2>(args, tile, row, column, columns);
+        tile_rows_of<Bits, Digits, Group, 2>(args, tile, row, column, columns);
         break;
       case 3:
-        tile_rows_of<Bits, Digits, 3>(args, tile, row, column, columns);
+        tile_rows_of<Bits, Digits, Group, 3>(args, tile, row, column, columns);
         break;
     }
   }
@@ -332,32 +335,32 @@ constexpr int kMinTileRows = 0;
 constexpr int kMaxTileBits = 0;
 #endif
 
-template <int Bits, int Digits>
+template <int Bits, int Digits, int Group>
 inline void integer_product_of(const IntegerProductArgs& args, int64_t begin, int64_t end) {
 #if defined(__AVX2__)
   if constexpr (Bits <= kMaxTileBits) {
     if (args.rows >= kMinTileRows<Digits>) {
-      return integer_tiles<Bits, Digits>(args, begin, end);
+      return integer_tiles<Bits, Digits, Group>(args, begin, end);
     }
   }
 #endif
-  integer_columns<Bits, Digits>(args, begin, end);
+  integer_columns<Bits, Digits, Group>(args, begin, end);
 }
 
-template <int Digits>
+template <int Digits, int Group>
 inline void integer_product(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  return args.weights.bits == 4 ? integer_product_of<4, Digits>(args, begin, end)
-                                : integer_product_of<8, Digits>(args, begin, end);
+  return args.weights.bits == 4 ? integer_product_of<4, Digits, Group>(args, begin, end)
+                                : integer_product_of<8, Digits, Group>(args, begin, end);
 }
 
-template <int Digits>
+template <int Digits, int Group>
 constexpr IntegerKernels kIntegerKernels = {
-    sizeof(IntegerChunk<Digits>),
+    sizeof(IntegerChunk<Digits, Group>),
     Digits,
-    round_to_chunks<Digits>,
-    integer_product<Digits>,
+    Group,
+    round_to_chunks<Digits, Group>,
+    integer_product<Digits, Group>,
     kMinTileRows<Digits>,
-    1,
     {},
     Digits > 1 && kMaxTileBits == 4};
 

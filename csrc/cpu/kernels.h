@@ -14,10 +14,10 @@ namespace mlx_paged::cpu {
 
 struct RoundedKernels {
   IntegerKernels int8;
-  // Three-digit products that replace float32 ones, for weights of 4 and of 8 bits. `product` is
-  // null where it would be slower.
-  IntegerKernels wide4;
-  IntegerKernels wide8;
+  // Three-digit products that replace float32 ones, for weights of 4 and of 8 bits: first for
+  // groups of 32, then for larger ones. `product` is null where it would be slower.
+  IntegerKernels wide4[2];
+  IntegerKernels wide8[2];
   BFloatKernels bfloat;  // empty except for AVX-512 with BF16
   // Splits activations into three bfloat16 parts: as exact as float32. Empty except for AMX.
   BFloatKernels wide_bfloat;

@@ -27,9 +27,14 @@ const Kernels MLX_PAGED_KERNELS = {
     {MLX_PAGED_ISA::few_rows, MLX_PAGED_ISA::unpack, MLX_PAGED_ISA::kMaxProductRows,
      MLX_PAGED_ISA::kMaxPackedRows},
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    {MLX_PAGED_ISA::kIntegerKernels<1>, MLX_PAGED_ISA::kIntegerKernels<3>, {}, {}, {}, {}},
+    {MLX_PAGED_ISA::kIntegerKernels<1, 32>,
+     {MLX_PAGED_ISA::kIntegerKernels<3, 32>, MLX_PAGED_ISA::kIntegerKernels<3, 64>},
+     {},
+     {},
+     {},
+     {}},
 #else
-    {MLX_PAGED_ISA::kIntegerKernels<1>, {}, {}, {}, {}, {}},
+    {MLX_PAGED_ISA::kIntegerKernels<1, 32>, {}, {}, {}, {}, {}},
 #endif
 };
 

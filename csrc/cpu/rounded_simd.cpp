@@ -18,13 +18,15 @@ namespace mlx_paged::cpu {
 
 const RoundedKernels MLX_PAGED_KERNELS = {
 #if defined(MLX_PAGED_TILES)
-    MLX_PAGED_ISA::kAmxKernelsOf<4, 1, MLX_PAGED_ISA::MLX_PAGED_TILES>,
-    MLX_PAGED_ISA::kAmxKernelsOf<4, 3, MLX_PAGED_ISA::MLX_PAGED_TILES>,
-    MLX_PAGED_ISA::kAmxKernelsOf<8, 3, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+    MLX_PAGED_ISA::kAmxKernelsOf<4, 1, 32, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+    {MLX_PAGED_ISA::kAmxKernelsOf<4, 3, 32, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+     MLX_PAGED_ISA::kAmxKernelsOf<4, 3, 64, MLX_PAGED_ISA::MLX_PAGED_TILES>},
+    {MLX_PAGED_ISA::kAmxKernelsOf<8, 3, 32, MLX_PAGED_ISA::MLX_PAGED_TILES>,
+     MLX_PAGED_ISA::kAmxKernelsOf<8, 3, 64, MLX_PAGED_ISA::MLX_PAGED_TILES>},
 #else
-    MLX_PAGED_ISA::kIntegerKernels<1>,
-    MLX_PAGED_ISA::kIntegerKernels<3>,
-    MLX_PAGED_ISA::kIntegerKernels<3>,
+    MLX_PAGED_ISA::kIntegerKernels<1, 32>,
+    {MLX_PAGED_ISA::kIntegerKernels<3, 32>, MLX_PAGED_ISA::kIntegerKernels<3, 64>},
+    {MLX_PAGED_ISA::kIntegerKernels<3, 32>, MLX_PAGED_ISA::kIntegerKernels<3, 64>},
 #endif
 #if defined(MLX_PAGED_TILES)
     MLX_PAGED_ISA::kAmxBFloatKernels<1, MLX_PAGED_ISA::MLX_PAGED_TILES>,

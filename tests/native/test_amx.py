@@ -189,7 +189,8 @@ import numpy as np
 rng = np.random.default_rng(5)
 found = {}
 for bits, group, activations in (
-    (4, 64, "float32"), (8, 32, "float32"), (4, 32, "int8"), (8, 64, "int8")
+    (4, 64, "float32"), (4, 32, "float32"), (8, 64, "float32"), (8, 32, "float32"),
+    (4, 32, "int8"), (8, 64, "int8"),
 ):
     for n, k in ((37, 1152), (70, 64 if group == 64 else 352), LONG):
         weight = mx.array(rng.standard_normal((n, k)).astype(np.float32))
@@ -202,7 +203,7 @@ for bits, group, activations in (
                     x[first : first + rows], *arrays, group_size=group, bits=bits,
                     activations=activations, by_rows=True,
                 )
-                found[f"{bits}-{activations}-{n}-{k}-{rows}-{first}"] = np.array(got)
+                found[f"{bits}-{activations}-{group}-{n}-{k}-{rows}-{first}"] = np.array(got)
 np.savez(sys.argv[1], **found)
 """
 

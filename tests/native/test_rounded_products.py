@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 EVERYTHING = os.environ.get("MLX_PAGED_TEST_PRODUCTS") == "all"
 FORMATS = [(bits, group) for bits in (4, 8) for group in (32, 64, 128)]
-ROUNDED = 32  # activations that share a scale
+ROUNDED = 32  # int8 activations that share a scale
 # Rows on both sides of the borders between ways to multiply, and more than are rounded at once.
 ROWS = [*range(1, 66), 257] if EVERYTHING else [1, 2, 3, 7, 23, 25, 36, 257]
 # n, and k in groups of weights: a part of what is rounded together, and more scales than are read
@@ -186,7 +186,16 @@ WIDE_BITS = [4] if SIMD == "avx2" else [4, 8]  # of weights
 needs_digits = pytest.mark.skipif(
     not HAS_DIGITS, reason="products of float activations are in float32 with these kernels"
 )
-MOST = 2**22  # of an integer
+
+
+def shared(group: int) -> int:
+    """Float activations that share a scale, if that many weights do."""
+    return 32 if group == 32 else 64
+
+
+def largest(bits: int, group: int) -> int:
+    """The largest integer whose sums of products with weights fit 32 bits."""
+    return 2**21 if bits == 4 and group > 32 else 2**22
 
 
 def multiply_floats(
@@ -199,8 +208,9 @@ def multiply_floats(
 @needs_digits
 @pytest.mark.parametrize("bits", WIDE_BITS)
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: int) -> None:
+def test_integers_of_all_digits_are_multiplied_as_they_are(rng, bits: int, group: int) -> None:
     """Against sums of integers: what is left are roundings of whole groups' results."""
+    most, together = largest(bits, group), shared(group)
     for n, groups in SHAPES:
         k = groups * group
         arrays = quantized(rng, n, k, "affine", bits, group, mx.float32)
@@ -208,13 +218,13 @@ def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: i
         arrays[2] = mx.zeros_like(arrays[2])
         codes = dequantized(arrays, "affine", bits, group)
         for rows in ROWS:
-            integers = rng.integers(-MOST + 1, MOST, (rows, k)).astype(np.float64)
-            scales = np.repeat(2.0 ** rng.integers(-3, 4, (rows, k // ROUNDED)), ROUNDED, axis=1)
+            integers = rng.integers(-most + 1, most, (rows, k)).astype(np.float64)
+            scales = np.repeat(2.0 ** rng.integers(-3, 4, (rows, k // together)), together, axis=1)
             got = np.array(multiply_floats(integers * scales, arrays, bits, group)).astype(
                 np.float64
             )
-            sums = (integers * scales).reshape(rows, 1, -1, ROUNDED) * codes.reshape(
-                1, n, -1, ROUNDED
+            sums = (integers * scales).reshape(rows, 1, -1, together) * codes.reshape(
+                1, n, -1, together
             )
             allowed = np.abs(sums.sum(axis=-1)).sum(axis=-1) * 4e-7
             assert (np.abs(got - sums.sum(axis=(-1, -2))) <= allowed).all()
@@ -222,17 +232,19 @@ def test_integers_of_22_bits_are_multiplied_as_they_are(rng, bits: int, group: i
 
 @needs_digits
 @pytest.mark.parametrize("bits", WIDE_BITS)
+@pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("rows", [1, 3, 4, 40])
-def test_the_largest_sums_of_22_bits_fit(bits: int, rows: int) -> None:
-    n, k = 35, 128
+def test_the_largest_sums_of_all_digits_fit(bits: int, group: int, rows: int) -> None:
+    n, k, most = 35, 128, largest(bits, group)
     arrays = [
         mx.full((n, k * bits // 32), 0xFFFFFFFF, mx.uint32),
-        mx.ones((n, k // 64)),
-        mx.full((n, k // 64), 2.0),
+        mx.ones((n, k // group)),
+        mx.full((n, k // group), 2.0),
     ]
+    half = most // 2
     # (The first is rounded up, to the largest integer that there is.)
-    for value in (MOST - 0.25, MOST - 1, -MOST + 0.25, 2**21, -(2**21), 128 - MOST, 2**22 - 2**15):
-        got = np.array(multiply_floats(np.full((rows, k), float(value)), arrays, bits, 64))
+    for value in (most - 0.25, most - 1, -most + 0.25, half, -half, 128 - most, most - 2**15):
+        got = np.array(multiply_floats(np.full((rows, k), float(value)), arrays, bits, group))
         np.testing.assert_allclose(got, value * k * (2**bits + 1), rtol=3e-7)
 
 
@@ -271,7 +283,9 @@ def test_large_activations_take_no_digits_from_the_others(rng, bits: int, every:
         whole = np.array(multiply_floats(x, arrays, bits, 64))
         error, expected = whole - x @ exact.T, x @ exact.T
         worst = np.sqrt((error**2).mean(axis=1) / (expected**2).mean(axis=1)).max()
-        assert worst < (4e-6 if every == k else 4e-5), (large, worst)
+        # A row of 64 activations that share a scale loses a bit more than one of 32, for speed
+        # (integers.h). Rounding them to bfloat16 would cost up to 2^-9: 40 times the larger bound.
+        assert worst < (1e-5 if every == k else 5e-5), (large, worst)
         if large >= 1e3:  # in float32
             assert worst < 1e-6, (large, worst)
         for rows in (1, 2, 3, 5, 8, 9, 31, 33, 64):
