@@ -137,6 +137,8 @@ def convert_to_paged(
         UnsupportedModelError: None works; it gives the reasons.
     """
     patches.install()
+    # Products with weights that are not evaluated are MLX's: a first step would have other bits.
+    mx.eval(model.parameters())
     observed = observe(model, model_type)
     _require_one_answer(observed, model_type)
     context = StepContext(ContextLimit())

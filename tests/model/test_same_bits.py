@@ -141,6 +141,15 @@ def test_logits_of_a_prompt_that_is_cut(rng, name, weights) -> None:
         assert np.array_equal(found, whole), (sizes, np.abs(found - whole).max())
 
 
+@pytest.mark.parametrize("weights", ["8", "4"])
+def test_logits_of_the_first_step_of_weights_that_were_not_evaluated(rng, weights) -> None:
+    tokens = random_tokens(rng, LENGTH)
+    late = llama("float32")
+    nn.quantize(late, group_size=32, bits=int(weights))
+    found = logits_of(late, "int8", tokens, [LENGTH])
+    np.testing.assert_array_equal(found, logits_of(llama(weights), "int8", tokens, [LENGTH]))
+
+
 # Experts; a window, soft-caps; sinks and a window; LayerNorm and GELU.
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt_oss", "gpt_neox"])
 def test_logits_of_other_families(family) -> None:
