@@ -62,4 +62,4 @@ def test_a_request_meets_no_kernel_that_is_not_compiled() -> None:
     assert ran <= set(prepared), ran - set(prepared)
     names = {name.split("_float32")[0] for name, _ in ran}
     assert {"paged_decode", "paged_prefill", "copy_blocks", "write_kv"} <= names
-    assert len(prepared) == 2 * len(set(prepared)) < 50
+    assert len(prepared) == 2 * len(set(prepared)) < 60
