@@ -220,8 +220,8 @@ void ApplyTokenBitmask::eval_cpu(const Arrays& inputs, Arrays& out) {
 
 namespace {
 
-// Of a logit that is penalized for a token generated `count` times. factors: repetition, presence
-// and frequency penalty.
+// Returns the penalized logit of a token that was generated `count` times. factors: the repetition,
+// presence and frequency penalties.
 float penalized(float logit, int count, const float* factors) {
   logit = logit > 0 ? logit / factors[0] : logit * factors[0];
   volatile float by_count = factors[2] * float(count);  // not fused with the subtraction

@@ -382,9 +382,9 @@ class Intake:
     def _known_token_ids(
         self, prompt_token_ids: SequenceOf[int], media: PreparedMedia
     ) -> list[int]:
-        """Checks the media of a prompt; returns its tokens, all of which the model has.
+        """Validates a prompt's media; returns its token IDs, all within the vocabulary.
 
-        The id of a placeholder may be beyond the vocabulary, where there is no logit.
+        The ID of a placeholder may be beyond it, where there is no logit.
         """
         model = self.media_prompts.processor
         if model is None:

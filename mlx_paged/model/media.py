@@ -49,7 +49,7 @@ class MediaFeatures(NamedTuple):
         """The rows of several features of one model, one after another."""
         if len(parts) == 1:
             return parts[0]
-        # Of one model, images add to the outputs of layers, and audio does not.
+        # In some models only images have features that are added to layer outputs; audio has none.
         width = max(len(part.deepstack) for part in parts)
         deepstack = tuple(
             mx.concatenate(

@@ -27,7 +27,7 @@ from mlx_paged.errors import ModelLoadError
 from mlx_paged.model.draft_heads.base import read_config, read_weights
 from mlx_paged.model.taps import FINAL
 
-# Options of NVIDIA's heads of which only these values are supported.
+# The only supported values of these options in NVIDIA's heads.
 _USUAL_OPTIONS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
