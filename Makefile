@@ -85,6 +85,7 @@ lint: $(INSTALLED_TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	cd bench && $(abspath $(BIN))/mypy --config-file mypy.ini *.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
 		metal/*.h metal/*.metal tests/native/metal_host/*.h tests/native/metal_host/*.cpp \

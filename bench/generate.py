@@ -47,7 +47,7 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
     import mlx.core as mx
 
     from mlx_paged.bench.datasets import Prompt
-    from mlx_paged.bench.engines import MlxLmRunner, PagedRunner, Settings
+    from mlx_paged.bench.engines import MlxLmRunner, PagedRunner, Runner, Settings
     from mlx_paged.cli import demo
     from mlx_paged.engine.loading import load
 
@@ -63,8 +63,8 @@ def work(name: str, workload: str, count: int, max_tokens: int) -> dict[str, Any
         demo.one_by_one(model, warm_up, 4)
         answers, seconds = demo.one_by_one(model, prompts, max_tokens)
         return {"seconds": seconds, "tokens": answers}
-    make = PagedRunner if name == "mlx_paged" else MlxLmRunner
-    runner = make(model, Settings(ignore_eos=False))
+    settings = Settings(dtype="float32", ignore_eos=False)
+    runner: Runner = PagedRunner(settings) if name == "mlx_paged" else MlxLmRunner(model, settings)
     runner.run([Prompt(tuple(tokens), 4, "") for tokens in warm_up])
     run = runner.run([Prompt(tuple(tokens), max_tokens, "") for tokens in prompts], cold=True)
     eos = set(model.tokenizer.eos_token_ids)

@@ -235,7 +235,8 @@ def main() -> None:
         options.path, options.secret = "", folder / "secret"
         options.secret.write_text(os.urandom(32).hex())
         if options.model != "embedded":
-            options.path = write_model(folder, options.model, options.bits)
+            num_layers = CONFIGS[options.model]["num_hidden_layers"]
+            options.path = write_model(folder, options.model, options.bits, num_layers)
         one = measured(options, 1, "--interval", str(options.interval))
         address = f"127.0.0.1:{free_port()}"
         interval = str(one["interval_ms"] / 1e3)

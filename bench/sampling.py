@@ -44,7 +44,7 @@ def measure(num_rows: int, vocab_size: int) -> dict[str, float]:
     logits = mx.random.normal((num_rows, vocab_size)) * 3
     newest = mx.array(rng.integers(0, vocab_size, num_rows).astype(np.int32))
     mx.eval(logits, newest)
-    in_flight = InFlight(newest, np.arange(num_rows, dtype=np.int32))
+    in_flight = InFlight(newest, np.arange(num_rows, dtype=np.int32), newest)
 
     def rows(temperature: float = 1.0, **filters: float) -> list[SamplingRow]:
         return [SamplingRow(temperature, i, 100, **filters) for i in range(num_rows)]  # type: ignore[arg-type]
