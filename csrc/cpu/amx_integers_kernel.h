@@ -8,9 +8,11 @@
 // are therefore stored as two planes of 12 bits, each as a byte that meets 16 times the code and a
 // half byte that meets the code itself: two products instead of three.
 //
-// Every tile instruction takes 8 to 16 cycles, including loads and stores. So a group's activations
-// stay in tiles for all columns of a panel, and sums wait in the L1 cache. Long rows are multiplied
-// in chunks of kAmxChunk elements, whose codes and activations fit in the L2 cache.
+// Every tile instruction takes 8 to 16 cycles, including loads and stores, however few rows a tile
+// has. So a group's activations stay in tiles for all columns of a panel, sums wait in the L1
+// cache, and a tile has all digits of a few rows. Up to kRowBlock rows are multiplied by codes that
+// are unpacked to the L1 cache just before. More rows are multiplied in chunks of kAmxChunk
+// elements of k, whose codes and activations fit in the L2 cache.
 
 #pragma once
 
@@ -26,9 +28,10 @@ struct RowBlock {
   static constexpr int kPlanes = kInHalves ? 2 : Digits;
   static constexpr int kRowBytes = kInHalves ? 2 * Group : Group;
   static constexpr int kCodeBytes = kInHalves ? 2 : 1;
+  static constexpr int kRowsPerTile = kTileRows / kPlanes;  // if it has all planes
 
   // Pieces one after another, as in IntegerChunk; halves follow bytes.
-  int8_t digits[kPlanes][kRowBlock][kRowBytes];
+  int8_t digits[kRowBlock][kPlanes][kRowBytes];
   float scales[kRowBlock];
   float sums[kRowBlock];  // scale times the sum of the group's integers
 };
@@ -55,7 +58,7 @@ inline void store_planes(
   using Block = RowBlock<Bits, Digits, Group>;
   constexpr int kVectors = Group / kWidth;
   for (int p = Block::kPlanes; p-- > 0;) {
-    int8_t* at = to.digits[p][row];
+    int8_t* at = to.digits[row][p];
     if constexpr (Block::kInHalves) {
       VecI upper[kVectors], lower[kVectors];
       for (int i = 0; i < kVectors; i++) {
@@ -75,17 +78,19 @@ inline void store_planes(
 }
 
 // The order in which groups of k are multiplied and stored: within each chunk, every fourth group,
-// four times, as each fourth has its own sum.
+// four times, as each fourth has its own sum. A chunk of a few rows has four groups.
 template <int Group>
 struct GroupOrder {
-  static constexpr int kChunk = kAmxChunk / Group;
-
   int groups;
+  int chunk;
 
-  int in_chunk(int first) const { return groups - first < kChunk ? groups - first : kChunk; }
+  GroupOrder(int k, int rows)
+      : groups(k / Group), chunk(rows <= kRowBlock ? kIntegerGroups : kAmxChunk / Group) {}
+
+  int in_chunk(int first) const { return groups - first < chunk ? groups - first : chunk; }
 
   int64_t place_of(int group) const {
-    const int first = group / kChunk * kChunk;
+    const int first = group / chunk * chunk;
     const int size = in_chunk(first), quarter = group % kIntegerGroups;
     const int more = size % kIntegerGroups;
     return first + quarter * (size / kIntegerGroups) + (quarter < more ? quarter : more) +
@@ -97,7 +102,7 @@ template <int Bits, int Digits, int Group>
 inline void round_to_blocks(const RoundArgs& args, int begin, int end) {
   using Block = RowBlock<Bits, Digits, Group>;
   const int groups = args.k / Group;
-  const GroupOrder<Group> order{groups};
+  const GroupOrder<Group> order(args.k, args.rows);
   auto block_of = [&](int row) {
     return static_cast<Block*>(args.out) + int64_t(row / kRowBlock) * groups;
   };
@@ -152,9 +157,9 @@ class CodeTiles {
   static constexpr int kBytes = kRows * kTileRowBytes;
   static constexpr int kPairs = Vectors * kWidth / kIntegerTileColumns;
 
-  CodeTiles(float* scratch, const WeightView& w)
+  CodeTiles(float* scratch, const WeightView& w, int rows)
       : w_(w),
-        order_{w.k / Group},
+        order_(w.k, rows),
         codes_(reinterpret_cast<uint8_t*>(scratch)),
         scales_(scratch + int64_t(order_.in_chunk(0)) * Vectors * kBytes / 4) {}
 
@@ -181,24 +186,46 @@ class CodeTiles {
   void fill(int first, int64_t column, int columns) const {
     const int groups = order_.in_chunk(first);
     const bool is_last = first + groups == order_.groups;
-    const int64_t bytes = int64_t(first) * Group * Bits / 8;
-    const int64_t ahead = is_last ? int64_t(Vectors) * kWidth * w_.row_bytes - bytes
-                                  : int64_t(groups) * Group * Bits / 8;
-    for (int pair = 0; pair < kPairs; pair++) {
-      const int at = pair * kIntegerTileColumns;
-      read_codes<Bits>(
-          w_, column + at, columns - at, first * Group, (first + groups) * Group, ahead,
-          [&](int unit, int v, VecU8 codes) {
-            const int64_t tile = (order_.place_of(unit / kUnits) - first) * Vectors + 2 * pair + v;
-            uint8_t* to = codes_ + tile * kBytes + unit % kUnits * kTileRowBytes;
-            if constexpr (Block::kInHalves) {
-              _mm512_store_si512(to, _mm512_slli_epi16((__m512i)codes, 4));
-              to += kBytes / 2;
-            }
-            _mm512_store_si512(to, (__m512i)codes);
-          });
+    constexpr int kGroupBytes = Group * Bits / 8;
+    const int64_t bytes = int64_t(first) * kGroupBytes;
+    const int64_t ahead =
+        is_last ? int64_t(Vectors) * kWidth * w_.row_bytes - bytes : int64_t(groups) * kGroupBytes;
+    int starts[kIntegerGroups];
+    for (int i = 0; i < kIntegerGroups; i++) {
+      starts[i] = int(order_.place_of(first + i) - first);
+    }
+    for (int v = 0; v < Vectors; v++) {
+      ColumnBytes p;
+      find_columns(w_.data, w_.row_bytes, column, columns, v, p);
+      for (int g = 0; g < groups; g++) {
+        const int64_t at = bytes + int64_t(g) * kGroupBytes;
+        if (at % 64 == 0) {
+          for (int j = 0; j < kWidth; j++) {
+            __builtin_prefetch(p[j] + at + ahead, 0, 2);
+          }
+        }
+        const int place = starts[g % kIntegerGroups] + g / kIntegerGroups;
+        unpack(p, first + g, codes_ + (int64_t(place) * Vectors + v) * kBytes);
+      }
     }
   }
+
+  // Unpacks a group of a vector of columns.
+  __attribute__((always_inline)) static void unpack(const ColumnBytes& p, int group, uint8_t* to) {
+    const int begin = group * Group;
+    read_codes<Bits>(p, begin, begin + Group, [&](int unit, VecU8 codes) {
+      uint8_t* of = to + (unit - begin / 4) * kTileRowBytes;
+      if constexpr (Block::kInHalves) {
+        _mm512_store_si512(of, _mm512_slli_epi16((__m512i)codes, 4));
+        of += kBytes / 2;
+      }
+      _mm512_store_si512(of, (__m512i)codes);
+    });
+  }
+
+  const WeightView& weights() const { return w_; }
+  uint8_t* memory() const { return codes_; }
+  int groups_in_memory() const { return order_.in_chunk(0); }
 
  private:
   int64_t scales_per_pair() const {
@@ -211,10 +238,97 @@ class CodeTiles {
   float* scales_;   // [pair of vectors, as in IntegerTile]
 };
 
+// Unpacks groups of a panel's columns, in order, to memory that stays in the L1 cache. A group
+// follows the last in memory in the place of the first.
+template <int Bits, int Digits, int Group, int Vectors>
+class RingOfTiles {
+ public:
+  using Codes = CodeTiles<Bits, Digits, Group, Vectors>;
+
+  RingOfTiles(const Codes& codes, int64_t column, int columns)
+      : codes_(codes),
+        groups_(codes.weights().k / Group),
+        ring_(codes.groups_in_memory()),
+        next_panel_(codes.weights().from_row(column + kColumns)) {
+    const WeightView& w = codes.weights();
+    const int64_t scale_bytes = w.dtype == DType::float32 ? 4 : 2;
+    scale_share_ = (kColumns * (w.k / w.group_size) * scale_bytes + groups_ - 1) / groups_;
+    for (int v = 0; v < Vectors; v++) {
+      find_columns(w.data, w.row_bytes, column, columns, v, columns_[v]);
+    }
+    for (int group = 0; group < kAhead && group < groups_; group++) {
+      unpack_group<0>(group);
+    }
+  }
+
+  // Unpacks vector V of the group kAhead groups after `group`.
+  template <int V>
+  __attribute__((always_inline)) void unpack_after(int group) const {
+    if (group + kAhead < groups_) {
+      unpack<V>(group + kAhead);
+    }
+  }
+
+ private:
+  static constexpr int kAhead = 2;
+  static constexpr int kPrefetchAhead = 256;  // bytes of each column
+  static constexpr int kColumns = Vectors * kWidth;
+
+  template <int V>
+  void unpack_group(int group) const {
+    unpack<V>(group);
+    if constexpr (V + 1 < Vectors) {
+      unpack_group<V + 1>(group);
+    }
+  }
+
+  template <int V>
+  __attribute__((always_inline)) void unpack(int group) const {
+    prefetch<V>(group);
+    const int64_t tile = int64_t(group % ring_) * Vectors + V;
+    Codes::unpack(columns_[V], group, codes_.memory() + tile * Codes::kBytes);
+  }
+
+  // Prefetches later codes of these columns, or the first of the next panel, and a share of its
+  // scales.
+  template <int V>
+  __attribute__((always_inline)) void prefetch(int group) const {
+    constexpr int kGroupBytes = Group * Bits / 8;
+    constexpr int kAtOnce = kWidth * kGroupBytes / 64;  // columns
+    const int64_t row_bytes = next_panel_.row_bytes;
+    int64_t at = int64_t(group) * kGroupBytes / 64 * 64 + kPrefetchAhead;
+    at += at < row_bytes ? 0 : (kColumns - 1) * row_bytes;
+    const int first = group * kAtOnce % kWidth;
+    for (int j = first; j < first + kAtOnce; j++) {
+      __builtin_prefetch(columns_[V][j] + at, 0, 2);
+    }
+    for (int64_t i = 0; V == 0 && i < scale_share_; i += 64) {
+      const int64_t share = group * scale_share_;
+      __builtin_prefetch(static_cast<const char*>(next_panel_.scales) + share + i, 0, 2);
+      __builtin_prefetch(static_cast<const char*>(next_panel_.biases) + share + i, 0, 2);
+    }
+  }
+
+  const Codes& codes_;
+  int groups_, ring_;
+  int64_t scale_share_;
+  WeightView next_panel_;
+  ColumnBytes columns_[Vectors];
+};
+
+// Stands for RingOfTiles where all codes are unpacked.
+struct UnpackedTiles {
+  template <int V>
+  void unpack_after(int) const {}
+};
+
 // Multiplies `Rows` rows of a block by the columns of a panel. A unit of work is the products of
 // one group and 16 columns. Sums can be stored some 52 cycles after a product began and loaded when
 // they are in the cache, so a unit's sums are stored kSets units later, and scaled after that.
-template <int Bits, int Digits, int Group, int Rows, int Vectors, typename Tiles>
+//
+// InOrder: groups have their natural order, and codes are in a RingOfTiles.
+template <
+    int Bits, int Digits, int Group, int Rows, int Vectors, typename Tiles, bool InOrder = false>
 class AmxBlock {
  public:
   using Block = RowBlock<Bits, Digits, Group>;
@@ -223,28 +337,36 @@ class AmxBlock {
 
   AmxBlock(Tiles& tiles, const Codes& codes) : tiles_(tiles), codes_(codes) {}
 
-  // Tiles: activations, two of weights, and sums.
+  // Activations take as few tiles as possible: one or two with all planes of their rows, or one for
+  // each plane.
   static constexpr int kPlanes = Block::kPlanes;
-  static constexpr int kWeights = kPlanes;
+  static constexpr bool kHasAllPlanes = Rows <= 2 * Block::kRowsPerTile;
+  static constexpr int kInputs = !kHasAllPlanes ? kPlanes : Rows <= Block::kRowsPerTile ? 1 : 2;
+  static constexpr int kRowsOfTile = kHasAllPlanes ? Rows / kInputs * kPlanes : Rows;
+
+  // Tiles: activations, two of weights, and sums.
+  static constexpr int kWeights = kInputs;
   static constexpr int kFirstSums = kWeights + 2;
-  static constexpr int kSets = kFirstSums + 2 * kPlanes <= kNumTiles ? 2 : 1;
+  static constexpr int kSets = kFirstSums + 2 * kInputs <= kNumTiles ? 2 : 1;
 
   static void configure(TileShape (&shapes)[kNumTiles]) {
     for (int tile = 0; tile < kNumTiles; tile++) {
-      shapes[tile] = tile < kWeights     ? TileShape{Rows, Block::kRowBytes}
+      shapes[tile] = tile < kWeights     ? TileShape{kRowsOfTile, Block::kRowBytes}
                      : tile < kFirstSums ? TileShape{Codes::kRows, kTileRowBytes}
-                                         : TileShape{Rows, kTileRowBytes};
+                                         : TileShape{kRowsOfTile, kTileRowBytes};
     }
   }
 
   // Adds the products of a chunk of `groups` groups, which begins with group `first`, to `sums`.
-  // x: the block's groups of that chunk.
-  void run(const Block* x, int first, int groups, Sums& sums) {
+  // x: the block's groups of that chunk. Each group gives `unpacking` time for a later one.
+  template <typename Unpacking>
+  void run(const Block* x, int first, int groups, Sums& sums, const Unpacking& unpacking) {
     first_ = group_ = first;
     last_ = first + groups;
     scaled_ = x;
     sums_ = &sums;
     codes_at_ = codes_.codes();
+    codes_end_ = codes_at_ + int64_t(codes_.groups_in_memory()) * Vectors * Codes::kBytes;
     load_x<0>(*x);
     load_weights<0>();
     load_weights<1>();
@@ -255,6 +377,7 @@ class AmxBlock {
         if (V >= kLag || place * Vectors + V >= kLag) {
           scale<V - kLag>();
         }
+        unpacking.template unpack_after<V>(place);
       });
     }
     const int units = groups * Vectors;
@@ -270,7 +393,7 @@ class AmxBlock {
  private:
   static constexpr int kLag = kSets + 1;
 
-  typedef int32_t Products[kPlanes][Rows][kWidth];
+  typedef int32_t Products[kInputs][kRowsOfTile][kWidth];
 
   template <typename Body>
   __attribute__((always_inline)) static void for_each_vector(const Body& body) {
@@ -285,14 +408,23 @@ class AmxBlock {
   // Units alternate between two buffers.
   static constexpr int parity(int unit) { return unit & 1; }
 
-  template <int V, int Plane>
-  static constexpr int kSumsOf = kFirstSums + (V + 2) % kSets * kPlanes + Plane;
+  template <int V, int Input>
+  static constexpr int kSumsOf = kFirstSums + (V + 2) % kSets * kInputs + Input;
 
-  template <int Plane>
+  template <int Input>
+  __attribute__((always_inline)) void load_input(const Block& x) {
+    if constexpr (kHasAllPlanes) {
+      tiles_.template load<Input>(x.digits[Input * (Rows / kInputs)], Block::kRowBytes);
+    } else {
+      tiles_.template load<Input>(x.digits[0][Input], kPlanes * Block::kRowBytes);
+    }
+  }
+
+  template <int Input>
   void load_x(const Block& x) {
-    tiles_.template load<Plane>(x.digits[Plane], Block::kRowBytes);
-    if constexpr (Plane + 1 < kPlanes) {
-      load_x<Plane + 1>(x);
+    load_input<Input>(x);
+    if constexpr (Input + 1 < kInputs) {
+      load_x<Input + 1>(x);
     }
   }
 
@@ -300,46 +432,49 @@ class AmxBlock {
   void load_weights() {
     tiles_.template load<kWeights + parity(V)>(codes_at_, kTileRowBytes);
     codes_at_ += Codes::kBytes;
+    if (InOrder && codes_at_ == codes_end_) {
+      codes_at_ = codes_.codes();
+    }
   }
 
   // Begins a unit. The last two load weights past the end, which are not used.
   template <int V>
   __attribute__((always_inline)) void multiply(const Block& next) {
-    multiply_plane<V, 0>(next);
-    if constexpr (kPlanes > 1) {
-      multiply_plane<V, 1>(next);
+    multiply_input<V, 0>(next);
+    if constexpr (kInputs > 1) {
+      multiply_input<V, 1>(next);
     }
-    if constexpr (kPlanes > 2) {
-      multiply_plane<V, 2>(next);
+    if constexpr (kInputs > 2) {
+      multiply_input<V, 2>(next);
     }
     load_weights<V>();
   }
 
-  template <int V, int Plane>
-  __attribute__((always_inline)) void multiply_plane(const Block& next) {
-    constexpr int kC = kSumsOf<V, Plane>;
-    store_plane<V, Plane>();
+  template <int V, int Input>
+  __attribute__((always_inline)) void multiply_input(const Block& next) {
+    constexpr int kC = kSumsOf<V, Input>;
+    store_sums_of<V, Input>();
     tiles_.template zero<kC>();
-    tiles_.template multiply_bytes<kC, Plane, kWeights + parity(V)>();
+    tiles_.template multiply_bytes<kC, Input, kWeights + parity(V)>();
     if constexpr (V == Vectors - 1) {
-      tiles_.template load<Plane>(next.digits[Plane], Block::kRowBytes);
+      load_input<Input>(next);
     }
   }
 
   // Stores the sums of the unit whose tiles unit V uses next.
-  template <int V, int Plane>
-  void store_plane() {
-    tiles_.template store<kSumsOf<V, Plane>>(products_[parity(V - kSets)][Plane], kTileRowBytes);
+  template <int V, int Input>
+  void store_sums_of() {
+    tiles_.template store<kSumsOf<V, Input>>(products_[parity(V - kSets)][Input], kTileRowBytes);
   }
 
   template <int V>
   void store_all() {
-    store_plane<V, 0>();
-    if constexpr (kPlanes > 1) {
-      store_plane<V, 1>();
+    store_sums_of<V, 0>();
+    if constexpr (kInputs > 1) {
+      store_sums_of<V, 1>();
     }
-    if constexpr (kPlanes > 2) {
-      store_plane<V, 2>();
+    if constexpr (kInputs > 2) {
+      store_sums_of<V, 2>();
     }
   }
 
@@ -363,15 +498,22 @@ class AmxBlock {
     }
     if constexpr (kV == Vectors - 1) {
       scaled_++;
-      group_ += kIntegerGroups;
-      if (group_ >= last_) {
+      group_ += InOrder ? 1 : kIntegerGroups;
+      if (!InOrder && group_ >= last_) {
         group_ = first_ + group_ % kIntegerGroups + 1;
       }
     }
   }
 
   __attribute__((always_inline)) static VecF total(const Products& products, int i) {
-    auto plane = [&](int p) { return load_as<VecI>(products[p][i]); };
+    auto plane = [&](int p) {
+      if constexpr (kHasAllPlanes) {
+        constexpr int kEach = Rows / kInputs;
+        return load_as<VecI>(products[i / kEach][i % kEach * kPlanes + p]);
+      } else {
+        return load_as<VecI>(products[p][i]);
+      }
+    };
     if constexpr (Block::kInHalves) {
       const VecI sums[1] = {(plane(0) << 12) + plane(1)};
       return whole_sum(sums);
@@ -390,12 +532,29 @@ class AmxBlock {
   Tiles& tiles_;
   const Codes& codes_;
   const uint8_t* codes_at_ = nullptr;  // the next to be loaded
-  int first_ = 0, last_ = 0;           // groups
-  int group_ = 0;                      // the next to be scaled
-  const Block* scaled_ = nullptr;      // its activations
+  const uint8_t* codes_end_ = nullptr;
+  int first_ = 0, last_ = 0;       // groups
+  int group_ = 0;                  // the next to be scaled
+  const Block* scaled_ = nullptr;  // its activations
   Sums* sums_ = nullptr;
   alignas(64) Products products_[2];  // of even and odd units
 };
+
+// Stores the results of `rows` rows.
+template <int Vectors, int Rows>
+inline void store_rows(
+    const IntegerProductArgs& args, const VecF (&sums)[kIntegerGroups][Vectors][Rows], int row,
+    int rows, int64_t column, int columns) {
+  for (int v = 0; v * kWidth < columns; v++) {
+    const int left = columns - v * kWidth;
+    const __mmask16 mask = left < kWidth ? (1u << left) - 1 : 0xffff;
+    float* to = args.c + row * args.ldc + column + v * kWidth;
+    for (int i = 0; i < rows; i++, to += args.ldc) {
+      const VecF sum = (sums[0][v][i] + sums[1][v][i]) + (sums[2][v][i] + sums[3][v][i]);
+      _mm512_mask_storeu_ps(to, mask, (__m512)sum);
+    }
+  }
+}
 
 // Multiplies rows [begin, end), `Rows` at a time, by a panel of columns. The last tile of rows may
 // be incomplete.
@@ -410,7 +569,7 @@ inline void amx_rows(
   Multiply::configure(shapes);
   Tiles tiles(shapes);
   Multiply multiply(tiles, codes);
-  const GroupOrder<Group> order{args.weights.k / Group};
+  const GroupOrder<Group> order(args.weights.k, args.rows);
   const bool has_chunks = order.in_chunk(0) < order.groups;
   const int in_chunk = order.in_chunk(first);
   for (int row = begin; row < end; row += Rows) {
@@ -422,33 +581,63 @@ inline void amx_rows(
       __builtin_memset(&sums, 0, sizeof(sums));
     }
     auto x = static_cast<const Block*>(args.x) + int64_t(block) * order.groups + first;
-    multiply.run(x, first, in_chunk, sums);
-    for (int v = 0; first + in_chunk == order.groups && v * kWidth < columns; v++) {
-      const int left = columns - v * kWidth;
-      const __mmask16 mask = left < kWidth ? (1u << left) - 1 : 0xffff;
-      float* to = args.c + row * args.ldc + column + v * kWidth;
-      for (int i = 0; i < Rows && row + i < end; i++, to += args.ldc) {
-        const VecF sum = (sums[0][v][i] + sums[1][v][i]) + (sums[2][v][i] + sums[3][v][i]);
-        _mm512_mask_storeu_ps(to, mask, (__m512)sum);
-      }
+    multiply.run(x, first, in_chunk, sums, UnpackedTiles());
+    if (first + in_chunk == order.groups) {
+      store_rows(args, sums, row, end - row < Rows ? end - row : Rows, column, columns);
     }
   }
 }
 
+// Multiplies all of up to `Rows` rows by a panel.
+template <int Bits, int Digits, int Group, int Rows, int Vectors, typename Tiles>
+inline void amx_few_rows(
+    const IntegerProductArgs& args, const CodeTiles<Bits, Digits, Group, Vectors>& codes,
+    int64_t column, int columns) {
+  using Multiply = AmxBlock<Bits, Digits, Group, Rows, Vectors, Tiles, true>;
+  using Block = RowBlock<Bits, Digits, Group>;
+  TileShape shapes[kNumTiles];
+  Multiply::configure(shapes);
+  Tiles tiles(shapes);
+  Multiply multiply(tiles, codes);
+  auto& sums = *reinterpret_cast<typename Multiply::Sums*>(codes.end());
+  __builtin_memset(&sums, 0, sizeof(sums));
+  const RingOfTiles<Bits, Digits, Group, Vectors> ring(codes, column, columns);
+  multiply.run(static_cast<const Block*>(args.x), 0, args.weights.k / Group, sums, ring);
+  store_rows(args, sums, 0, args.rows, column, columns);
+}
+
+// Minimum rows for AMX tiles, by the fewest bits of the weights. With fewer, vectors need less time
+// than unpacking.
+template <int Bits, int Digits>
+constexpr int kMinAmxRows = Digits == 1 ? 12
+                            : Bits == 4 ? 4
+                                        : 5;
+
 // Computes up to 16 * Vectors columns.
 template <int Bits, int Digits, int Group, int Vectors, typename Tiles>
 inline void amx_panel(const IntegerProductArgs& args, int64_t column, int columns) {
-  const CodeTiles<Bits, Digits, Group, Vectors> codes(args.scratch, args.weights);
+  const CodeTiles<Bits, Digits, Group, Vectors> codes(args.scratch, args.weights, args.rows);
   const int whole = args.rows / kRowBlock * kRowBlock;
   const int rest = args.rows - whole;
   codes.fill_scales(column, columns);
-  for (int first = 0; first < args.weights.k / Group; first += GroupOrder<Group>::kChunk) {
+  if constexpr (kMinAmxRows<Bits, Digits> <= 8) {
+    if (args.rows <= 4) {
+      return amx_few_rows<Bits, Digits, Group, 4, Vectors, Tiles>(args, codes, column, columns);
+    }
+    if (args.rows <= 8) {
+      return amx_few_rows<Bits, Digits, Group, 8, Vectors, Tiles>(args, codes, column, columns);
+    }
+  }
+  if (args.rows <= kRowBlock) {
+    return amx_few_rows<Bits, Digits, Group, 16, Vectors, Tiles>(args, codes, column, columns);
+  }
+  const GroupOrder<Group> order(args.weights.k, args.rows);
+  for (int first = 0; first < order.groups; first += order.chunk) {
     codes.fill(first, column, columns);
     auto rows = [&]<int Rows>(int begin, int end) {
       amx_rows<Bits, Digits, Group, Rows, Vectors, Tiles>(
           args, codes, begin, end, first, column, columns);
     };
-    // A product takes as long as its tile has rows.
     if (whole > 0) {
       rows.template operator()<16>(0, whole);
     }
@@ -472,21 +661,19 @@ inline void amx_product_of(const IntegerProductArgs& args, int64_t begin, int64_
   }
 }
 
-// Minimum rows for AMX tiles, which take as long for eight or twelve rows as for sixteen.
-constexpr int kMinAmxRows = 16;
-
-template <int Bits, int Digits, int Group, typename Tiles>
+template <int Bits, int Digits, int Group, int MinRows, typename Tiles>
 inline void amx_product_of_bits(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  args.rows < kMinAmxRows ? integer_product_of<Bits, Digits, Group>(args, begin, end)
-                          : amx_product_of<Bits, Digits, Group, Tiles>(args, begin, end);
+  args.rows < MinRows ? integer_columns<Bits, Digits, Group>(args, begin, end)
+                      : amx_product_of<Bits, Digits, Group, Tiles>(args, begin, end);
 }
 
 template <int Bits, int Digits, int Group, typename Tiles>
 inline void amx_product(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+  constexpr int kMinRows = kMinAmxRows<Bits, Digits>;
   if (Bits == 4 && args.weights.bits == 4) {
-    return amx_product_of_bits<4, Digits, Group, Tiles>(args, begin, end);
+    return amx_product_of_bits<4, Digits, Group, kMinRows, Tiles>(args, begin, end);
   }
-  amx_product_of_bits<8, Digits, Group, Tiles>(args, begin, end);
+  amx_product_of_bits<8, Digits, Group, kMinRows, Tiles>(args, begin, end);
 }
 
 // Bits: the fewest bits supported.
@@ -495,10 +682,10 @@ constexpr IntegerKernels kAmxKernelsOf = {
     sizeof(IntegerChunk<Digits, Group>),
     Digits,
     Group,
-    round_for_amx<Bits, Digits, Group, kMinAmxRows>,
+    round_for_amx<Bits, Digits, Group, kMinAmxRows<Bits, Digits>>,
     amx_product<Bits, Digits, Group, Tiles>,
-    kMinTileRows<Digits>,
-    {Group, int(sizeof(RowBlock<Bits, Digits, Group>::digits)), kMinAmxRows,
+    kMinAmxRows<Bits, Digits>,
+    {Group, int(sizeof(RowBlock<Bits, Digits, Group>::digits)), kMinAmxRows<Bits, Digits>,
      RowBlock<Bits, Digits, Group>::kCodeBytes}};
 
 }  // namespace mlx_paged::cpu::MLX_PAGED_ISA

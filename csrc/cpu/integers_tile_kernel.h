@@ -90,39 +90,36 @@ inline void prefetch_group(const WeightView& w, int64_t column, int group) {
   }
 }
 
-// Calls put(unit, vector, codes) with each unit of four codes of each of a vector's columns, for
-// elements [begin, end) of each, a multiple of 32. Units have the order of IntegerChunk's digits.
-// ahead: what is prefetched, in bytes after what is read, because the next call reads it after all
-// rows were multiplied by these codes; 0: nothing.
+// Returns the addresses of vector v of up to 16 * kVectors columns. Missing columns repeat the
+// last.
+inline void find_columns(
+    const void* data, int64_t row_bytes, int64_t column, int columns, int v, ColumnBytes& to) {
+  for (int j = 0; j < kWidth; j++) {
+    const int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
+    to[j] = static_cast<const uint8_t*>(data) + (column + at) * row_bytes;
+  }
+}
+
+// Calls put(unit, codes) with each unit of four codes of each of a vector's columns, for elements
+// [begin, end) of each, a multiple of 32. Units have the order of IntegerChunk's digits.
 template <int Bits, typename Put>
-inline void read_codes(
-    const WeightView& w, int64_t column, int columns, int begin, int end, int64_t ahead,
-    const Put& put) {
+__attribute__((always_inline)) inline void read_codes(
+    const ColumnBytes& p, int begin, int end, const Put& put) {
   constexpr int kElements = 32;
   constexpr int kBytes = kElements * Bits / 8;
-  for (int v = 0; v < IntegerTile::kVectors; v++) {
-    ColumnBytes p;
-    for (int j = 0; j < kWidth; j++) {  // missing columns repeat the last one
-      int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
-      p[j] = static_cast<const uint8_t*>(w.data) + (column + at) * w.row_bytes;
-    }
-    for (int k = begin; k < end; k += kElements) {
-      const int unit = k / 4;
-      const int64_t at = int64_t(k) * Bits / 8;
-      for (int j = 0; ahead != 0 && at % 64 == 0 && j < kWidth; j++) {
-        __builtin_prefetch(p[j] + at + ahead, 0, 2);
-      }
-      for (int half = 0; half < kBytes / 16; half++) {
-        VecU words[4];
-        load_words(p, at + 16 * half, 16, words);
-        for (int i = 0; i < 4; i++) {
-          const VecU8 codes = (VecU8)words[i];
-          if constexpr (Bits == 4) {
-            put(unit + i, v, codes & 15);
-            put(unit + 4 + i, v, upper_halves(codes));
-          } else {
-            put(unit + 4 * half + i, v, codes);
-          }
+  for (int k = begin; k < end; k += kElements) {
+    const int unit = k / 4;
+    const int64_t at = int64_t(k) * Bits / 8;
+    for (int half = 0; half < kBytes / 16; half++) {
+      VecU words[4];
+      load_words(p, at + 16 * half, 16, words);
+      for (int i = 0; i < 4; i++) {
+        const VecU8 codes = (VecU8)words[i];
+        if constexpr (Bits == 4) {
+          put(unit + i, codes & 15);
+          put(unit + 4 + i, upper_halves(codes));
+        } else {
+          put(unit + 4 * half + i, codes);
         }
       }
     }
@@ -156,10 +153,7 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
     for (int which = 0; which < 2; which++) {
       for (int v = 0; v < IntegerTile::kVectors; v++) {
         ColumnBytes p;
-        for (int j = 0; j < kWidth; j++) {
-          int at = v * kWidth + j < columns ? v * kWidth + j : columns - 1;
-          p[j] = static_cast<const uint8_t*>(both[which]) + (column + at) * groups * sizeof(T);
-        }
+        find_columns(both[which], groups * int64_t(sizeof(T)), column, columns, v, p);
         float* at = to + which * IntegerTile::kColumns + v * kWidth;
         for (int first = 0; first < groups; first += kAtOnce) {
           const int left = groups - first;
@@ -178,9 +172,13 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
 
 template <int Bits>
 inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
-  read_codes<Bits>(w, column, columns, 0, w.k, 0, [&](int unit, int v, VecU8 read) {
-    __builtin_memcpy(at(unit, v), &read, sizeof(read));
-  });
+  for (int v = 0; v < kVectors; v++) {
+    ColumnBytes p;
+    find_columns(w.data, w.row_bytes, column, columns, v, p);
+    read_codes<Bits>(p, 0, w.k, [&](int unit, VecU8 read) {
+      __builtin_memcpy(at(unit, v), &read, sizeof(read));
+    });
+  }
   fill_scales(w, column, columns, scales);
 }
 
