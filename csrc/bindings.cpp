@@ -342,6 +342,7 @@ void bind_extension(nb::module_& m) {
   bind_layer_ops(m);
   bind_gpu_executable(m);
   bind_cpu_executable(m);
+  bind_graph_template(m);
   bind_array_contents(m);
   bind_capabilities(m);
   bind_plans(m);

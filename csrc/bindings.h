@@ -22,6 +22,7 @@ void bind_kernel_ops(nb::module_& m);      // ops.cpp
 void bind_layer_ops(nb::module_& m);       // layer_ops.cpp
 void bind_cpu_executable(nb::module_& m);  // cpu/step.cpp
 void bind_gpu_executable(nb::module_& m);  // gpu/step.cpp
+void bind_graph_template(nb::module_& m);  // graph/graph_template_binding.cpp
 void bind_allocation(nb::module_& m);      // allocation.cpp
 void bind_distributed(nb::module_& m);     // distributed.cpp
 void bind_extension(nb::module_& m);       // all of these, and the rest of mlx_paged._ext

@@ -160,6 +160,16 @@ class CpuExecutable:
         Primitives that MLX runs between the phases because they have no lowering.
         """
 
+class GraphTemplate:
+    """A graph that is made again for other sizes."""
+
+    def __init__(self, first_inputs: Sequence[mlx.core.array], first_outputs: Sequence[mlx.core.array], second_inputs: Sequence[mlx.core.array], second_outputs: Sequence[mlx.core.array]) -> None: ...
+
+    def __call__(self, inputs: Sequence[mlx.core.array]) -> list[mlx.core.array]: ...
+
+    @property
+    def num_nodes(self) -> int: ...
+
 class ArrayContents:
     """Identifies an array's contents without keeping them alive."""
 

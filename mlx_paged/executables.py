@@ -155,3 +155,45 @@ class GpuExecutable:
         return self._ext.run_gpu_executable(
             self._executable, list(inputs), returns_pools=returns_pools, stream=stream
         )
+
+
+class GraphTemplate:
+    """A graph that model code has built, to make again for inputs of other sizes.
+
+    Learns from two graphs of the same code on inputs of two sizes. An extent that differs between
+    both inputs is a *size*; all extents that have the same two values are one. The graph may have
+    any primitives whose parameters do not depend on a size, and reshapes, broadcasts and slices. A
+    graph made again shares its primitives and constants, such as weights, with the first one.
+
+    Args:
+        first_inputs, second_inputs: `placeholders`, each with the smallest and the largest size.
+        first_outputs, second_outputs: Arrays built on them.
+
+    Raises:
+        ValueError: The two graphs differ in more than sizes; the message says why.
+    """
+
+    def __init__(
+        self,
+        first_inputs: Sequence[mx.array],
+        first_outputs: Sequence[mx.array],
+        second_inputs: Sequence[mx.array],
+        second_outputs: Sequence[mx.array],
+    ) -> None:
+        self._template = ext.GraphTemplate(
+            list(first_inputs), list(first_outputs), list(second_inputs), list(second_outputs)
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of operations that depend on the inputs."""
+        return self._template.num_nodes
+
+    def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Returns the outputs of a new graph on these inputs, without evaluating it.
+
+        Raises:
+            ValueError: An input has another dtype, or an extent that differs from the graph's and
+                is no size of it.
+        """
+        return self._template(list(inputs))

@@ -38,12 +38,12 @@ from mlx_paged.engine.sampling.sampler import (
     largest_of,
     sample,
 )
-from mlx_paged.model.graph_runner import Greedy, StepOutput
 from mlx_paged.model.layout import KVCacheGroupSpec
 from mlx_paged.model.lora import LowRank
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs
+from mlx_paged.model.step_output import Greedy, StepOutput
 
 logger = logging.getLogger(__name__)
 

@@ -40,6 +40,9 @@ class LastLayerPruning:
         plan: Plan of these rows, for the last layer with pools.
         layer: That layer.
         pools: Returns all pools, as written by the step so far.
+
+    Attributes:
+        plan, layer: As given.
     """
 
     def __init__(
@@ -50,10 +53,14 @@ class LastLayerPruning:
         pools: Callable[[], list[mx.array]],
     ) -> None:
         self._rows = rows
-        self._plan = plan
-        self._layer = layer
+        self.plan = plan
+        self.layer = layer
         self._pools = pools
         self._attention: list[tuple[mx.array, mx.array, Attend]] = []
+
+    def on(self, rows: mx.array, plan: AttentionPlan) -> LastLayerPruning:
+        """The same for other arrays, in a step that has not been built."""
+        return LastLayerPruning(rows, plan, self.layer, self._pools)
 
     def attention_built(self, layer: int, queries: mx.array, out: mx.array, attend: Attend) -> None:
         """Records a layer's attention.
@@ -63,7 +70,7 @@ class LastLayerPruning:
             out: ``[num_rows, num_q_heads, value_dim]``.
             attend: Computes the same from queries and a plan.
         """
-        if layer == self._layer:
+        if layer == self.layer:
             self._attention.append((queries, out, attend))
 
     def of(self, x: mx.array) -> mx.array:
@@ -71,7 +78,7 @@ class LastLayerPruning:
         pools, known = self._pools(), []
         for queries, out, attend in self._attention:
             selected = ops.select_rows(queries, self._rows, kept=pools)
-            known.append((out, attend(selected, self._plan)))
+            known.append((out, attend(selected, self.plan)))
         return ops.select_rows(x, self._rows, kept=pools, known=known)
 
 

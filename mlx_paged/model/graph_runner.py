@@ -23,8 +23,9 @@ that an executable leaves to MLX.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import NamedTuple
@@ -35,7 +36,9 @@ from mlx_paged import executables, ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import Step
 from mlx_paged.model.compilation import Compilation
+from mlx_paged.model.graph_templates import GraphTemplates
 from mlx_paged.model.media import MediaRows
+from mlx_paged.model.step_output import Forward, Greedy, Pools, StepOutput
 from mlx_paged.ops import AttentionPlan
 from mlx_paged.platform import Platform
 
@@ -56,28 +59,6 @@ _ANY_SIZE = {"block_tables", "work_items", "merge_items"}
 # Unused on the CPU, so steps of other sequences with as many rows repeat one graph.
 _ANY_SIZE_ON_CPU = {*_ANY_SIZE, "context_lens", "query_starts"}
 
-Pools = list[mx.array]
-
-
-class Greedy(NamedTuple):
-    """Greedy sampling of a step's logits; see `ops.greedy_tokens`."""
-
-    tokens: mx.array  # [num_rows] int32
-    largest: mx.array  # [num_rows] float32
-    reported: mx.array  # [num_rows] int32, in memory that the host reads
-
-
-class StepOutput(NamedTuple):
-    """The arrays that a step computes, lazily."""
-
-    logits: mx.array  # [len(logit_rows), vocab_size]
-    pools: Pools  # handles after its writes; a GPU's executable returns the list from before it
-    greedy: Greedy | None = None  # the choice from the logits, if the step computes it
-    taps: Sequence[mx.array] = ()  # each [num_rows, hidden_size], see `model.taps`
-
-
-# Tokens, the step and the pools' handles -> logits, the new handles and taps.
-Forward = Callable[[mx.array, Step, Pools], StepOutput]
 _Graph = Callable[[mx.array, list[mx.array], Pools], StepOutput]
 _Compiler = Callable[[_Graph, mx.array, list[mx.array], Pools], _Graph]
 
@@ -136,6 +117,7 @@ class GraphRunner:
     Attributes:
         refusals: Why steps are not compiled. Tests may set it.
         foreign: The operations that the latest executable leaves to MLX, by primitive.
+        templates: Graphs of other steps; None if the host has time to build them.
     """
 
     def __init__(
@@ -157,10 +139,16 @@ class GraphRunner:
         self._graphs: OrderedDict[object, _Graph] = OrderedDict()
         self.refusals = Refusals(steps=None if enabled else "repeating steps is off")
         self.foreign: Counter[str] = Counter()
+        # Elsewhere, computing a step takes much longer than building it.
+        default = "1" if self.platform.has_cuda else "0"
+        wanted = os.environ.get("MLX_PAGED_GRAPH_TEMPLATES", default) != "0"
+        self.templates = GraphTemplates(forward) if wanted else None
 
     def forget(self) -> None:
         """Drops all graphs. Call it when the pools have other sizes."""
         self._graphs.clear()
+        if self.templates is not None:
+            self.templates.forget()
         self._times.clear()
 
     @property
@@ -225,7 +213,7 @@ class GraphRunner:
     def run(self, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat) -> StepOutput:
         """Runs the step, compiled or not."""
         if self.refusals.steps or repeat is Repeat.NOT:
-            return StepOutput(*self._forward(tokens, step, pools))
+            return self._build(tokens, step, pools)
         shape = self._shape_of(tokens, step)
         graph = self._graphs.get(shape)
         if graph is not None:
@@ -238,6 +226,13 @@ class GraphRunner:
         if is_compiled_graph and times <= _SEEN_BEFORE:
             return StepOutput(*self._forward(tokens, step, pools))
         return self._compile(shape, tokens, step, pools, repeat)
+
+    def _build(self, tokens: mx.array, step: Step, pools: Pools) -> StepOutput:
+        """Runs the step as a graph of its own."""
+        output = None
+        if self.templates is not None and not self.refusals.steps:
+            output = self.templates.run(tokens, step, pools)
+        return StepOutput(*self._forward(tokens, step, pools)) if output is None else output
 
     def reads_once(self, num_rows: int) -> bool:
         """True if a step of this many decodes will read its plan once, as a GPU's executable."""

@@ -26,12 +26,7 @@ from mlx_paged.model.caches import (
 from mlx_paged.model.compilation import Compilation
 from mlx_paged.model.gathered import GatheredLayerCache
 from mlx_paged.model.gathered_steps import GatheredLayers, GatheredOutput, run_in_groups
-from mlx_paged.model.graph_runner import (
-    GraphRunner,
-    Repeat,
-    Repetition,
-    StepOutput,
-)
+from mlx_paged.model.graph_runner import GraphRunner, Repeat, Repetition
 from mlx_paged.model.layout import (
     CacheLayout,
     KVCacheGroupSpec,
@@ -48,6 +43,7 @@ from mlx_paged.model.plan import (
 )
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.model.sharding import Division
+from mlx_paged.model.step_output import StepOutput
 from mlx_paged.model.step_planner import StepPlanner
 from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.model.taps import Taps

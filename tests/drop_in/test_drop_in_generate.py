@@ -30,7 +30,8 @@ from mlx_paged.drop_in.registry import stores_of
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model import families
-from mlx_paged.model.graph_runner import GraphRunner, Repeat, StepOutput
+from mlx_paged.model.graph_runner import GraphRunner, Repeat
+from mlx_paged.model.step_output import StepOutput
 
 mlx_lm_generate = sys.modules["mlx_lm.generate"]  # (the package has a function of that name)
 # Chats that begin with it have some 180 tokens: five blocks and a part of one.

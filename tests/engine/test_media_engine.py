@@ -44,8 +44,8 @@ from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidMediaError, InvalidParameterError, StepError
-from mlx_paged.model.graph_runner import StepOutput
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaPrompt, Span
+from mlx_paged.model.step_output import StepOutput
 from mlx_paged.multimodal import memory as media_memory
 from mlx_paged.multimodal import step_media
 from mlx_paged.multimodal.prepared import SequenceMedia

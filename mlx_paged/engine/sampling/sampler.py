@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mlx_paged import ops
 from mlx_paged.engine.sampling.logits_processors import FloatArray, LogitEdits
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
-from mlx_paged.model.graph_runner import Greedy
+from mlx_paged.model.step_output import Greedy
 from mlx_paged.platform import Platform
 
 # A lower temperature is greedy, as in vLLM: dividing by it may overflow, and makes no difference
