@@ -11,6 +11,7 @@
 #include "crc32.h"
 #include "cuda/products.h"
 #include "cuda/variants.h"
+#include "exit_deadline.h"
 #include "gpu.h"
 #include "kernel_names.h"
 #include "mlx/version.h"
@@ -326,6 +327,10 @@ void bind_process(nb::module_& m) {
   m.def(
       "outlast_interpreter", &outlast_interpreter,
       "Keeps this thread from destroying MLX's thread-local variables during the exit.");
+
+  m.def(
+      "exit_unless_extended", &exit_unless_extended, "seconds"_a, "message"_a,
+      "Ends the process with status 1 unless this is called again within `seconds`.");
 
   m.def("build_info", &build_info, "Build options of this extension and its choices at run time.");
 }

@@ -268,5 +268,10 @@ def outlast_interpreter() -> None:
     Keeps this thread from destroying MLX's thread-local variables during the exit.
     """
 
+def exit_unless_extended(seconds: float, message: str) -> None:
+    """
+    Ends the process with status 1 unless this is called again within `seconds`.
+    """
+
 def build_info() -> dict:
     """Build options of this extension and its choices at run time."""

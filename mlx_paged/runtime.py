@@ -43,6 +43,19 @@ def outlast_interpreter() -> None:
     ext.outlast_interpreter()
 
 
+def exit_unless_extended(seconds: float, message: str) -> None:
+    """Prints `message` to stderr and ends the process with status 1, unless this is called again
+    within `seconds`, again and again.
+
+    It ends a process that hangs where no Python runs: in a call that holds the GIL, or while the
+    interpreter or the process exits.
+
+    Raises:
+        ValueError: `seconds` is not positive.
+    """
+    ext.exit_unless_extended(seconds, message)
+
+
 class ArrayContents(Protocol):
     """See `array_contents`."""
 

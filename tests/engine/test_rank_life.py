@@ -44,6 +44,18 @@ class Other:
         self.channel.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_deadline() -> Iterator[None]:
+    """Otherwise, the process that runs the tests would have one for its own end.
+
+    Until the end of all tests, because followers may notice the end of a rank after their test.
+    """
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(life.runtime, "exit_unless_extended", lambda seconds, message: None)
+        patches.setattr(life, "_exit_if_hung", lambda message: None)
+        yield
+
+
 @pytest.fixture
 def two() -> Iterator[tuple[Followers, list[Other]]]:
     others = [Other(1), Other(2)]
@@ -182,6 +194,43 @@ def test_a_step_that_never_ends_is_told_and_ends_the_process(
         others[0].end()
         assert ended.wait(SECONDS)
     assert told == ["rank 1 of 3 ended"]
+
+
+RANK_0 = """
+import ctypes, socket, sys
+from mlx_paged.engine.ranks import life
+from mlx_paged.engine.ranks.channel import Channel
+
+life._HUNG_TIMEOUT = float(sys.argv[1])
+(ours, _), (our_life, their_life) = socket.socketpair(), socket.socketpair()
+followers = life.Followers([life.Follower(1, Channel(ours), our_life)])
+their_life.close()
+followers._failed.wait()
+libc = ctypes.PyDLL(None)  # which keeps the GIL
+"""
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        pytest.param("libc.pause()", id="with-the-gil"),
+        pytest.param("ctypes.pythonapi.Py_AtExit(libc.pause)", id="after-the-interpreter"),
+        pytest.param("libc.__cxa_atexit(libc.pause, None, None)", id="as-the-last"),
+    ],
+)
+def test_a_process_that_hangs_since_a_rank_ended(hang: str) -> None:
+    """As one does that waits for a GPU which waits for the lost rank."""
+    ended = subprocess.run(
+        [sys.executable, "-c", RANK_0 + hang, "1"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("mlx-paged: rank 1 of 2 ended; rank 0 hung and exits too\n")
+
+
+def test_a_process_may_go_on_after_a_rank_ended() -> None:
+    code = RANK_0 + "import time; time.sleep(life._HUNG_TIMEOUT + 1); sys.exit(3)"
+    command = [sys.executable, "-c", code, str(life._HUNG_TIMEOUT)]
+    assert subprocess.run(command, timeout=SECONDS).returncode == 3
 
 
 def test_a_process_that_loads_waits_for_no_answers(

@@ -24,8 +24,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from mlx_paged import runtime
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.messages import JOIN, Message
@@ -43,6 +44,9 @@ _NOTICE_TIMEOUT = 2.0
 _ANSWER_TIMEOUT = 3.0
 # Seconds for the other processes to exit before they are killed.
 _EXIT_TIMEOUT = 5.0
+# Seconds after which rank 0 counts as hung once another rank ended, and between its signs of life.
+_HUNG_TIMEOUT = 8.0
+_SIGN_INTERVAL = 0.5
 # Seconds between checks that the parent is alive. The socket tells at once, unless a forked child
 # of rank 0 holds the other end.
 _PARENT_INTERVAL = 1.0
@@ -233,6 +237,8 @@ class Followers:
         with self._lock:
             if self._is_closed or self._failed.is_set():
                 return
+            words = f"mlx-paged: {reason}; rank 0 hung and exits too"
+            runtime.exit_unless_extended(_HUNG_TIMEOUT, words)  # Soon, no thread may get the GIL.
             self.failure = reason
             self._failed.set()
             waiting = self._waiting
@@ -244,6 +250,7 @@ class Followers:
             if follower.process is not None:
                 follower.process.kill()
         threading.Thread(target=self._end_if_stuck, daemon=True).start()
+        threading.Thread(target=_exit_if_hung, args=(words,), daemon=True).start()
 
     def _end_if_stuck(self) -> None:
         if not self._is_stuck(_NOTICE_TIMEOUT):
@@ -296,6 +303,17 @@ def last_words(life: socket.socket, error: BaseException) -> None:
     words = f"failed: {reason_of(error)}".encode()[:_MAX_WORDS]
     with contextlib.suppress(OSError):
         life.sendall(words)
+
+
+def _exit_if_hung(message: str) -> NoReturn:
+    """Ends this process once its threads cannot run Python, or its interpreter exits, for long.
+
+    What rank 0 launched on a GPU may wait for the lost rank forever, and so does whoever waits for
+    that GPU.
+    """
+    while True:
+        runtime.exit_unless_extended(_HUNG_TIMEOUT, message)
+        time.sleep(_SIGN_INTERVAL)
 
 
 def _end_with_rank_0(life: socket.socket, parent: int | None) -> None:
