@@ -39,7 +39,7 @@ NOT_PRIMITIVES = {
     *("add_in_product", "select_rows", "wait_actively", "has_wgmma", "has_wgmma_prefill"),
     *("max_product_rows", "max_shared_rows"),
     *("ArrayContents", "allocator_function", "make_room", "outlast_interpreter"),
-    "exit_unless_extended",
+    *("exit_unless_extended", "GraphTemplate"),
     *("attention_layers", "attention_kernel", "reject_kernels", "rejected_kernels"),
     *("allow_tensor_kernels", "allow_products", "product_kernels", "set_piece_tokens"),
     *("allowed_step_rows", "allow_step_rows", "supported_step_rows", "gpu_executable_kernels"),
