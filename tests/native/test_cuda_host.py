@@ -112,21 +112,34 @@ def finds_a_fault(program: Path) -> bool:
     return ", 0 failed" not in line
 
 
+@pytest.mark.one_in(16)
 @needs_nvcc
-def test_products(tmp_path) -> None:
-    assert compared(compiled(tmp_path, "stream")) > 50_000
+@ELEMENTS
+def test_products(tmp_path, element: str) -> None:
+    assert compared(compiled(tmp_path, "stream", [element])) > 50_000
 
 
 ROWS, STREAM = "kernels/linear_quantized.h", "kernels/linear_quantized_stream.h"
 DEEP = "kernels/linear_quantized_deep.h"
 
 
-@pytest.mark.one_in(16)
+def kind_of_weights(bits: int, form: str = "affine", group: int = 64) -> list[str]:
+    return [f"CODE_BITS={bits}", f"CODE_FORMAT={form}", f"CODE_GROUP={group}"]
+
+
+@pytest.mark.one_in(64)
 @needs_nvcc
 @ELEMENTS
-@pytest.mark.parametrize("bits", BITS)
-def test_quantized_products(tmp_path, bits: int, element: str) -> None:
-    assert compared(compiled(tmp_path, "quantized", [f"CODE_BITS={bits}", element])) > 5_000
+@pytest.mark.parametrize(
+    ("bits", "form", "group"),
+    [
+        *((bits, "affine", group) for bits in BITS for group in (64, 32, 128)),
+        *((4, "mxfp4", 32), (8, "mxfp8", 32)),
+    ],
+)
+def test_quantized_products(tmp_path, bits: int, form: str, group: int, element: str) -> None:
+    kind = kind_of_weights(bits, form, group)
+    assert compared(compiled(tmp_path, "quantized", [*kind, element])) > 5_000
 
 
 @pytest.mark.one_in(8)
@@ -254,8 +267,7 @@ def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]
     ],
 )  # fmt: skip
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:
-    """In one kind of weights, which passes as a part of the others."""
-    kind = [f"CODE_BITS={bits}", "ONE_KIND", BFLOAT16]
+    kind = [*kind_of_weights(bits), BFLOAT16]
     assert finds_a_fault(compiled(tmp_path, "quantized", kind, changes))
 
 
@@ -287,7 +299,7 @@ PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_blocks.h"
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str, str]) -> None:
     file, before, after = change
     changes = {file: (before, after)}
-    assert finds_a_fault(compiled(tmp_path, "stream", ["ONE_KIND"], changes))
+    assert finds_a_fault(compiled(tmp_path, "stream", [BFLOAT16], changes))
 
 
 PEERS = [CUDA / "msl", ROOT / "metal"]

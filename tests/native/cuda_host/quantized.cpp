@@ -113,7 +113,11 @@ struct Product {
   std::optional<TestAdapters<T>> adapters = {};
 
   Product(std::mt19937& rng, Kind kind, std::vector<int> ns, int k)
-      : k(k), stride(k + 8), x(size_t(kMostRows) * (k + 8)), residual(size_t(kMostRows) * ns[0]), kind(kind) {
+      : k(k),
+        stride(k + 8),
+        x(size_t(kMostRows) * (k + 8)),
+        residual(size_t(kMostRows) * ns[0]),
+        kind(kind) {
     std::normal_distribution<double> normal;
     for (int n : ns) {
       weights.push_back(std::make_unique<W>(rng, n, k));
@@ -200,8 +204,8 @@ struct Product {
           outs[of(1)].data(), codes(2), weights[of(2)]->scales.data, weights[of(2)]->biases.data,
           weights[of(2)]->bias.data, outs[of(2)].data(), rotations.data(), slots.data(),
           adapters ? adapters->hidden.data() : nullptr,
-          adapters ? adapters->adapters.data() : nullptr,
-          adapters ? &adapters->finished : nullptr, a(0), a(1), a(2), b(0), b(1), b(2), p);
+          adapters ? adapters->adapters.data() : nullptr, adapters ? &adapters->finished : nullptr,
+          a(0), a(1), a(2), b(0), b(1), b(2), p);
     };
     if (c.cluster) {
       int scratch = quantized_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
@@ -210,7 +214,7 @@ struct Product {
                     : c.tiles == 4 ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 4>
                                    : linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 8>;
       if (c.wgmma) {
-        kernel = c.tiles == 4 ? linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 4>
+        kernel = c.tiles == 4   ? linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 4>
                  : c.tiles == 8 ? linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 8>
                                 : linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 16>;
       }
@@ -312,11 +316,12 @@ struct Product {
   }
 };
 
+// With `all`, also gated products, heads and adapters, and more numbers of rows.
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
-void test(const char* dtype, bool all) {
+void test(bool all) {
   constexpr const char* kFormats[] = {"affine", "mxfp4", "mxfp8"};
-  std::string name = std::string(dtype) + " " + kFormats[int(FORMAT)] + " of " +
-                     std::to_string(BITS) + " bits, groups of " + std::to_string(GROUP);
+  std::string name = std::string(kFormats[int(FORMAT)]) + " of " + std::to_string(BITS) +
+                     " bits, groups of " + std::to_string(GROUP);
   std::mt19937 rng(BITS * 1000 + GROUP);
   auto same = [&](const std::vector<unsigned short>& few, const std::vector<unsigned short>& many,
                   size_t count, const std::string& what) {
@@ -482,32 +487,13 @@ void test_many_rows() {
   test(Kind::heads, {64, 64, 64}, 1536, 1, "heads");  // more turns than stages
 }
 
-template <CodeFormat FORMAT, int BITS, int GROUP>
-void test(bool all) {
-  test<ELEMENT, FORMAT, BITS, GROUP>("", all);
-}
-
 }  // namespace
 
 int main() {
 #ifdef MANY_ROWS
   test_many_rows<ELEMENT, CodeFormat::affine, CODE_BITS, 64>();
-#elif defined(ONE_KIND)  // of the weights: what a fault of the kernels shows in
-  test<CodeFormat::affine, CODE_BITS, 64>(CODE_BITS == 4);
-#elif CODE_BITS == 4
-  test<CodeFormat::affine, 4, 64>(true);
-  test<CodeFormat::affine, 4, 32>(false);
-  test<CodeFormat::affine, 4, 128>(false);
-  test<CodeFormat::mxfp4, 4, 32>(false);
-#elif CODE_BITS == 8
-  test<CodeFormat::affine, 8, 64>(false);
-  test<CodeFormat::affine, 8, 32>(false);
-  test<CodeFormat::affine, 8, 128>(false);
-  test<CodeFormat::mxfp8, 8, 32>(false);
 #else
-  test<CodeFormat::affine, CODE_BITS, 64>(false);
-  test<CodeFormat::affine, CODE_BITS, 32>(false);
-  test<CodeFormat::affine, CODE_BITS, 128>(false);
+  test<ELEMENT, CodeFormat::CODE_FORMAT, CODE_BITS, CODE_GROUP>(CODE_BITS == 4 && CODE_GROUP == 64);
 #endif
   std::printf("%d compared, %d failed\n", compared, failed);
   return failed != 0;

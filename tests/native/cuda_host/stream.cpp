@@ -108,8 +108,8 @@ struct Product {
           weights[i[1]]->data, biases[i[1]]->data, outs[i[1]].data(), weights[i[2]]->data,
           biases[i[2]]->data, outs[i[2]].data(), rotations.data(), slots.data(),
           adapters ? adapters->hidden.data() : nullptr,
-          adapters ? adapters->adapters.data() : nullptr,
-          adapters ? &adapters->finished : nullptr, a(0), a(1), a(2), b(0), b(1), b(2), p, maps);
+          adapters ? adapters->adapters.data() : nullptr, adapters ? &adapters->finished : nullptr,
+          a(0), a(1), a(2), b(0), b(1), b(2), p, maps);
     });
     if (adapters && adapters->finished != 0) {
       failed++;
@@ -245,8 +245,8 @@ void test_adapters() {
         if (to < 0) {
           continue;
         }
-        bool is_changed = p.adapters->changes(at, w) ||
-                          (kind == Kind::gated && p.adapters->changes(at, 1));
+        bool is_changed =
+            p.adapters->changes(at, w) || (kind == Kind::gated && p.adapters->changes(at, 1));
         auto of = [&](const auto& out) { return out[w].begin() + size_t(to) * ns[w]; };
         if (at < 7 && !std::equal(of(few), of(few) + ns[w], of(many))) {
           failed++;
@@ -268,11 +268,10 @@ void test_adapters() {
 }  // namespace
 
 int main() {
-  test_adapters<__nv_bfloat16>();
-  test<__nv_bfloat16>();
-#ifndef ONE_KIND
-  test<__half>();
-#endif
+  if constexpr (!kIsHalf<ELEMENT>) {
+    test_adapters<ELEMENT>();
+  }
+  test<ELEMENT>();
   std::printf("%d compared, %d failed\n", compared, failed);
   return failed != 0;
 }
