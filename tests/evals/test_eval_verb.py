@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jsonschema_rs
@@ -13,7 +14,9 @@ from mlx_paged.cli.entry import status_of
 from mlx_paged.cli.main import app
 from mlx_paged.server.config import ServerConfig
 
-pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
+pytest.importorskip("lm_eval.tasks", reason="lm_eval is not installed: pip install '.[eval]'")
+
+import lm_eval
 
 SCHEMA = Path(__file__).resolve().parents[2] / "bench" / "results.schema.json"
 TASK = """
@@ -76,7 +79,6 @@ def test_a_limit_asks_fewer_questions(task: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--tasks", "no-such-task"], "gsm8k-sample"),
         (["--tasks", "no-such-task.yaml"], "a YAML file that exists"),
         (["--tasks", "tool-calls:all"], "simple_python"),
         (["--tasks", "a,a"], "each once"),
@@ -89,6 +91,19 @@ def test_errors_are_one_line(
     assert status_of(app, ["eval", *arguments]) in (1, 2)
     [line] = capsys.readouterr().err.strip().splitlines()
     assert told in line
+
+
+def test_a_task_that_does_not_exist_is_refused_with_those_that_do(
+    task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index of one task stands for lm_eval's own, whose thousands of files take ten seconds."""
+    small = partial(
+        lm_eval.tasks.TaskManager, include_path=str(task.parent), include_defaults=False
+    )
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", small)
+    assert status_of(app, ["eval", "--tasks", "no-such-task"]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert "gsm8k-sample" in line and "no-such-task" in line
 
 
 def test_engine_options_are_refused_for_a_server(capsys: pytest.CaptureFixture[str]) -> None:
