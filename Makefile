@@ -88,8 +88,8 @@ lint: $(INSTALLED_TESTS)
 	cd bench && $(abspath $(BIN))/mypy --config-file mypy.ini *.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows $(wildcard .github/workflows/*.yml)
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp \
-		metal/*.h metal/*.metal tests/native/metal_host/*.h tests/native/metal_host/*.cpp \
-		tests/sim/extension/*)
+		csrc/*/*/*.h csrc/*/*/*.cu metal/*.h metal/*.metal tests/native/*/*.h tests/native/*/*.cpp \
+		tests/native/*/*/*.h tests/sim/extension/*)
 
 # The documentation site, in build/docs. It needs no compiler: only what the extra `docs` names is installed.
 docs:

@@ -20,12 +20,12 @@
 #define ATTENTION_PARAMETERS                                                                   \
   const T *queries, const T *key_pool, const T *value_pool, const int *__restrict__ positions, \
       const int *__restrict__ block_tables, const paged::WorkItem *__restrict__ work_items,    \
-      const float *__restrict__ per_head, T *out, float *workspace,                               \
+      const float *__restrict__ per_head, T *out, float *workspace,                            \
       const __grid_constant__ paged::AttentionParams params
 
-#define ATTENTION_ARGUMENTS \
-  queries, key_pool, value_pool, positions, block_tables, work_items, per_head, out, workspace, params
+#define ATTENTION_ARGUMENTS                                                                     \
+  queries, key_pool, value_pool, positions, block_tables, work_items, per_head, out, workspace, \
+      params
 
 // Table entry for a kernel listed in metal/kernel_table.h.
-#define ATTENTION_ENTRY(host_name, function, ...) \
-  {host_name, function##_entry<__VA_ARGS__>},
+#define ATTENTION_ENTRY(host_name, function, ...) {host_name, function##_entry<__VA_ARGS__>},

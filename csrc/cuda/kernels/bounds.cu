@@ -16,17 +16,18 @@
 #include "paged_prefill.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_bounds_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM))
+    paged_decode_matrix_bounds_entry(ATTENTION_PARAMETERS) {
   paged::begin_after_kernel_before();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);
 }
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill_bounds_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
+    paged_prefill_bounds_entry(ATTENTION_PARAMETERS) {
   paged::wait_for_kernel_before();
-  paged_prefill<
-      T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
+  paged_prefill<T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
       ATTENTION_ARGUMENTS);
 }
 

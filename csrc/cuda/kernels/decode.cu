@@ -12,7 +12,8 @@
 #include "paged_decode.h"
 
 template <typename T, int K_DIM, int V_DIM, int QUERIES>
-__global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS) paged_decode_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::DECODE_SIMD_GROUPS)
+    paged_decode_entry(ATTENTION_PARAMETERS) {
   paged::begin_after_kernel_before();
   paged_decode<T, K_DIM, V_DIM, QUERIES, paged::portable_decode_loads(QUERIES)>(
       ATTENTION_ARGUMENTS);

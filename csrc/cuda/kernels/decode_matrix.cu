@@ -13,7 +13,8 @@
 #include "paged_decode_matrix.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM)) paged_decode_matrix_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::portable_matrix_simd_groups(K_DIM))
+    paged_decode_matrix_entry(ATTENTION_PARAMETERS) {
   paged::begin_after_kernel_before();
   paged_decode_matrix<T, K_DIM, V_DIM, ROWS, paged::portable_matrix_simd_groups(K_DIM)>(
       ATTENTION_ARGUMENTS);

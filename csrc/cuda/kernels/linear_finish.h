@@ -75,8 +75,8 @@ __device__ __forceinline__ void finish_rows(
   for (int i = begin; i < num_rows << shift; i += stride) {
     const int at = i >> shift;
     const int output = (i & (fours - 1)) * 4;  // in the tile, or among its first-of-pair elements
-    int row = output;           // within the tile
-    int mate = 0;               // the row of the other element of a pair
+    int row = output;                          // within the tile
+    int mate = 0;                              // the row of the other element of a pair
     int column = tile * (4 * fours) + output;
     if (has_heads) {
       const int half_unit = min(ROWS, params.head_dim) / 2;

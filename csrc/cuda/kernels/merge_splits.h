@@ -99,8 +99,7 @@ struct alignas(4 * sizeof(T)) FourOf {
 template <typename T, int V_DIM>
 __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     const paged::MergeItem* __restrict__ merge_items, const float* workspace,
-    const float* __restrict__ per_head, T* out,
-    const __grid_constant__ paged::MergeParams params) {
+    const float* __restrict__ per_head, T* out, const __grid_constant__ paged::MergeParams params) {
   using namespace paged;
   typedef SplitValues<V_DIM> Values;
   int blocks = (params.num_q_heads + MERGE_HEADS - 1) / MERGE_HEADS;

@@ -13,10 +13,10 @@
 #include "paged_prefill.h"
 
 template <typename T, int K_DIM, int V_DIM, int ROWS>
-__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS) paged_prefill_entry(ATTENTION_PARAMETERS) {
+__global__ void __launch_bounds__(32 * paged::PREFILL_SIMD_GROUPS)
+    paged_prefill_entry(ATTENTION_PARAMETERS) {
   paged::wait_for_kernel_before();
-  paged_prefill<
-      T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
+  paged_prefill<T, K_DIM, V_DIM, ROWS, paged::portable_prefill_tokens(K_DIM, V_DIM, sizeof(T))>(
       ATTENTION_ARGUMENTS);
 }
 

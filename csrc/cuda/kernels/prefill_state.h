@@ -130,8 +130,7 @@ struct PrefillState {
       for (int n = 0; n < TOKENS / 8; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          logits[n][i] =
-              capped<DeviceMath>(logits[n][i] * params.options.scale, params.options);
+          logits[n][i] = capped<DeviceMath>(logits[n][i] * params.options.scale, params.options);
         }
       }
     } else {

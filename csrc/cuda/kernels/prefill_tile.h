@@ -12,8 +12,8 @@
 namespace paged {
 
 // keys_of_rows for the rows of a tile, divided among the lanes.
-__device__ __forceinline__ KeyRange keys_of_tile(
-    const QueryTile& ours, const int* positions, const AttentionParams& params, int lane) {
+__device__ __forceinline__ KeyRange
+keys_of_tile(const QueryTile& ours, const int* positions, const AttentionParams& params, int lane) {
   KeyRange seen = {0x7fffffff, 0};
   for (int row = ours.row(0) + lane; row <= ours.row(ours.num_queries - 1); row += 32) {
     KeyRange keys = keys_of_row(positions, row, params);
@@ -34,8 +34,8 @@ __device__ __forceinline__ KeyRange keys_of_tile(
 // within the tile.
 template <typename T, int DIM>
 __device__ __forceinline__ void write_prefill(
-    const PrefillState<T, DIM>& state, const QueryTile& ours, int first_query, const float* per_head,
-    T* out, float* workspace, const AttentionParams& params, int lane) {
+    const PrefillState<T, DIM>& state, const QueryTile& ours, int first_query,
+    const float* per_head, T* out, float* workspace, const AttentionParams& params, int lane) {
   Partials partials = partials_at(workspace, params.num_partials, params.num_q_heads, DIM);
 #pragma unroll
   for (int e = 0; e < 2; e++) {

@@ -128,14 +128,15 @@ __device__ __forceinline__ void wait_for_products(float (&d)[TILES][4]) {
 template <int TILES>
 __device__ __forceinline__ void start_product(
     float (&d)[TILES][4], unsigned int a, unsigned int b, __nv_bfloat16) {
-  PAGED_START_ANY("bf16")
+  PAGED_START_ANY("bf16");
 }
 
 template <int TILES>
 __device__ __forceinline__ void start_product(
     float (&d)[TILES][4], unsigned int a, unsigned int b, __half) {
-  PAGED_START_ANY("f16")
+  PAGED_START_ANY("f16");
 }
+
 // The same with A in registers. `b`: columns of B's transpose, or rows of B if IS_TRANSPOSED.
 // IS_FIRST: starts d = a b instead.
 #define PAGED_128                                                                                \
@@ -148,43 +149,42 @@ __device__ __forceinline__ void start_product(
       ".reg .b64 b;\n"                                                                         \
       "mov.b64 b, {" of_b ", " of_layout                                                       \
       "};\n"                                                                                   \
-      "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers               \
-      "}, {" of_a "}, b, " adds ", 1, 1, " transposed                                          \
+      "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " {" registers "}, {" of_a   \
+      "}, b, " adds ", 1, 1, " transposed                                                      \
       ";\n"                                                                                    \
       "}"                                                                                      \
       : __VA_ARGS__                                                                            \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kTileLayout), "n"(!IS_FIRST),  \
         "n"(IS_TRANSPOSED)                                                                     \
       : "memory")
-#define PAGED_START_LEFT_ANY(type)                                                              \
-  static_assert(TILES == 4 || TILES == 8 || TILES == 16);                                       \
-  if constexpr (TILES == 4) {                                                                   \
-    PAGED_START_LEFT(                                                                           \
-        "m64n32k16", type, PAGED_32, "%16, %17, %18, %19", "%20", "%21", "%22", "%23",          \
-        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3));                                        \
-  } else if constexpr (TILES == 8) {                                                            \
-    PAGED_START_LEFT(                                                                           \
-        "m64n64k16", type, PAGED_64, "%32, %33, %34, %35", "%36", "%37", "%38", "%39",          \
-        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),     \
-        PAGED_D(7));                                                                            \
-  } else {                                                                                      \
-    PAGED_START_LEFT(                                                                           \
-        "m64n128k16", type, PAGED_128, "%64, %65, %66, %67", "%68", "%69", "%70", "%71",        \
-        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),     \
-        PAGED_D(7), PAGED_D(8), PAGED_D(9), PAGED_D(10), PAGED_D(11), PAGED_D(12), PAGED_D(13), \
-        PAGED_D(14), PAGED_D(15));                                                              \
+#define PAGED_START_LEFT_ANY(type)                                                                 \
+  static_assert(TILES == 4 || TILES == 8 || TILES == 16);                                          \
+  if constexpr (TILES == 4) {                                                                      \
+    PAGED_START_LEFT(                                                                              \
+        "m64n32k16", type, PAGED_32, "%16, %17, %18, %19", "%20", "%21", "%22", "%23", PAGED_D(0), \
+        PAGED_D(1), PAGED_D(2), PAGED_D(3));                                                       \
+  } else if constexpr (TILES == 8) {                                                               \
+    PAGED_START_LEFT(                                                                              \
+        "m64n64k16", type, PAGED_64, "%32, %33, %34, %35", "%36", "%37", "%38", "%39", PAGED_D(0), \
+        PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6), PAGED_D(7));       \
+  } else {                                                                                         \
+    PAGED_START_LEFT(                                                                              \
+        "m64n128k16", type, PAGED_128, "%64, %65, %66, %67", "%68", "%69", "%70", "%71",           \
+        PAGED_D(0), PAGED_D(1), PAGED_D(2), PAGED_D(3), PAGED_D(4), PAGED_D(5), PAGED_D(6),        \
+        PAGED_D(7), PAGED_D(8), PAGED_D(9), PAGED_D(10), PAGED_D(11), PAGED_D(12), PAGED_D(13),    \
+        PAGED_D(14), PAGED_D(15));                                                                 \
   }
 
 template <bool IS_FIRST, bool IS_TRANSPOSED, int TILES>
 __device__ __forceinline__ void start_product(
     float (&d)[TILES][4], const paged::FragmentA& a, unsigned int b, __nv_bfloat16) {
-  PAGED_START_LEFT_ANY("bf16")
+  PAGED_START_LEFT_ANY("bf16");
 }
 
 template <bool IS_FIRST, bool IS_TRANSPOSED, int TILES>
 __device__ __forceinline__ void start_product(
     float (&d)[TILES][4], const paged::FragmentA& a, unsigned int b, __half) {
-  PAGED_START_LEFT_ANY("f16")
+  PAGED_START_LEFT_ANY("f16");
 }
 
 #undef PAGED_D

@@ -46,9 +46,9 @@ inline float __fadd_rn(float a, float b) {
 __thread unsigned char shared[fibers::kSharedBytes] __attribute__((aligned(128)));
 
 #define PAGED_DTYPE_bfloat16  // (not read here: kernels are chosen below)
+#include "kernels/merge_splits.h"
 #include "kernels/paged_decode_quantized.h"
 #include "kernels/paged_decode_tensor.h"
-#include "kernels/merge_splits.h"
 // The planner, whose namespace has its own vectors.
 #include "attention_plan.cpp"
 
@@ -106,12 +106,8 @@ struct Codes {
   }
 
   static int kTail(int dim) { return tail_bytes(FORMAT, dim); }
-  size_t codes_of_block() const {
-    return size_t(block_size) * heads * code_bytes(FORMAT, dim);
-  }
-  size_t block_bytes() const {
-    return codes_of_block() + size_t(block_size) * heads * kTail(dim);
-  }
+  size_t codes_of_block() const { return size_t(block_size) * heads * code_bytes(FORMAT, dim); }
+  size_t block_bytes() const { return codes_of_block() + size_t(block_size) * heads * kTail(dim); }
 
   double at(size_t slot, int head, int i) const {
     static_assert(FORMAT == FORMAT_INT8);
@@ -171,8 +167,14 @@ struct Rows {
 
   mlx_paged::AttentionPlan plan(const Case& c, int shared_rows) const {
     mlx_paged::PlanSequences sequences{
-        count(),           table_width, tables.data(), num_blocks.data(), context_lens.data(),
-        query_lens.data(), nullptr,     0};
+        count(),
+        table_width,
+        tables.data(),
+        num_blocks.data(),
+        context_lens.data(),
+        query_lens.data(),
+        nullptr,
+        0};
     mlx_paged::PlanRules rules{c.block_size, c.window, 32, 0, true, false, 0, shared_rows};
     return *mlx_paged::plan_attention(sequences, rules);
   }
@@ -231,8 +233,7 @@ class Attention {
       failed++;
       std::printf("%s: %d results with other bits\n", case_.name, differing);
     }
-    if constexpr (
-        (KEYS == FORMAT_PLAIN || KEYS == FORMAT_INT8) && VALUES == KEYS) {
+    if constexpr ((KEYS == FORMAT_PLAIN || KEYS == FORMAT_INT8) && VALUES == KEYS) {
       compare(alone);
     }
   }

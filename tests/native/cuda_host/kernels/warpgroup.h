@@ -37,7 +37,8 @@ struct StartedProduct {
     const int chunk = int(address % 1024) / 16 + column / 8;
     const unsigned int tile = address - address % 1024;
     return value(
-        fibers::shared_at<unsigned short>(tile + paged::tile_offset<8>(row, chunk) + column % 8 * 2));
+        fibers::shared_at<unsigned short>(
+            tile + paged::tile_offset<8>(row, chunk) + column % 8 * 2));
   }
 
   // By all lanes of a warp.
