@@ -119,18 +119,19 @@ def test_a_long_generation_holds_the_blocks_of_its_window(kind, model) -> None:
     store = drop_in.store(model)
     prompt = TEXT[:300]
     answer = []
+    num_tokens = 3 * BLOCK
     steps = mlx_lm_generate.generate_step(
-        mx.array(prompt), model, prompt_cache=caches, max_tokens=150, prefill_step_size=64
+        mx.array(prompt), model, prompt_cache=caches, max_tokens=num_tokens, prefill_step_size=64
     )
     for i, (token, _) in enumerate(steps):
         answer.append(int(token))
         if i % 16 == 0:
             assert is_bounded(model), i
             integrity(model)
-    assert answer == plain_tokens(model, prompt, max_tokens=150)
+    assert answer == plain_tokens(model, prompt, max_tokens=num_tokens)
     stats = store.stats()
     assert stats.num_used_window_blocks > 0
-    assert stats.num_used_blocks == 15  # of 450 tokens
+    assert stats.num_used_blocks == 13  # of 396 tokens
     rotating = next(c for c in caches if isinstance(c, PagedRotatingKVCache))
     assert rotating.nbytes <= VIEW * BLOCK * store.bytes_per_token
     del caches, rotating, steps
@@ -157,7 +158,8 @@ def test_calls_by_hand_hold_the_blocks_of_their_window(kind, model) -> None:
 @kinds
 def test_a_batch_holds_the_blocks_of_its_windows(kind, model) -> None:
     texts = [TEXT[i : i + 120] for i in range(0, 240, 60)]
-    batch = mlx_lm_generate.BatchGenerator(model, max_tokens=100, prefill_step_size=64)
+    num_tokens = 2 * BLOCK
+    batch = mlx_lm_generate.BatchGenerator(model, max_tokens=num_tokens, prefill_step_size=64)
     uids = batch.insert(texts)
     answers: dict[int, list[int]] = {uid: [] for uid in uids}
     number = 0
@@ -168,7 +170,8 @@ def test_a_batch_holds_the_blocks_of_its_windows(kind, model) -> None:
         if number % 16 == 0:
             assert is_bounded(model, len(texts))
             integrity(model)
-    assert list(answers.values()) == [plain_tokens(model, t, max_tokens=100) for t in texts]
+    expected = [plain_tokens(model, text, max_tokens=num_tokens) for text in texts]
+    assert list(answers.values()) == expected
 
 
 @plain_kinds
