@@ -58,6 +58,7 @@ def prompts(n: int = 6, system: str | None = SYSTEM) -> list[list[int]]:
 # --- The same answers -----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [

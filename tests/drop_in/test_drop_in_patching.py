@@ -85,7 +85,7 @@ for function in (generate.generate_step, generate.BatchGenerator._next,
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "imports",
     [
@@ -328,6 +328,7 @@ def test_the_page_names_what_is_replaced_and_its_example_runs() -> None:
     assert python(example).partition("\n-----\n")[0].strip() == output.strip()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", patching._MODULES_ON_MLX_LM)
 def test_a_module_of_ours_may_be_the_first_import(name: str) -> None:
     out, _, warned = python(f"""

@@ -64,6 +64,7 @@ def test_batches_of_any_size(llm: LLM, size: int) -> None:
         assert_dense(llm.generate(prompts, GREEDY), prompts, NUM_TOKENS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
 def test_a_tiny_pool_preempts_and_nobody_notices(caching: bool, async_scheduling: bool) -> None:

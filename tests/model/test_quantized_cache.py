@@ -53,6 +53,7 @@ def differences(module: str, name: str, skip: tuple[int, ...] = ()) -> dict[str,
         return relative_difference(model, Driver(paged), VOCAB_SIZE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("module", "name"),
     [(m, "int8") for m in MODULES] + [(m, n) for m in ("llama", "gpt_oss") for n in FORMATS][1:],
@@ -62,6 +63,7 @@ def test_logits_are_those_of_a_dense_cache_that_quantizes(module, name) -> None:
         assert difference < TOLERANCE[name], sequence
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("module", "name"),
     [(m, "int8") for m in MODULES] + [(m, n) for m in ("llama", "gpt_oss") for n in FORMATS][1:],

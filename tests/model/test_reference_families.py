@@ -41,7 +41,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", sorted(REFERENCES.keys() - REFUSED.keys()))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, record_property: Any) -> None:
     found = differences(REFERENCES[name], tmp_path)
@@ -58,7 +58,7 @@ def test_weights_under_the_names_of_transformers_own_modules(name: str, tmp_path
     assert all(difference < TOLERANCE for difference in found), found
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", sorted(SCALED))
 def test_every_type_of_rope_scaling(name: str, tmp_path: Path) -> None:
     found = differences(SCALED[name], tmp_path)

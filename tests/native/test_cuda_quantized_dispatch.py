@@ -336,6 +336,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ORDERS, ids=str)
 def test_what_products_of_four_warps_read_is_written_in_their_order(form: tuple[int, int]) -> None:
     order, mlp = ORDERS[form], Mlp(*form)

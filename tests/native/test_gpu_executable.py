@@ -86,6 +86,7 @@ def steps_of_both(
 WORKS = [{"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
@@ -225,6 +226,7 @@ def kernels_of(
     return [launch["kernel"] for launch in described]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (16, 2), (17, 4), (60, 8)])
 def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str) -> None:
@@ -250,6 +252,7 @@ MIXTURE: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("rows", "tiles", "linear_tiles"), [(1, 1, 1), (9, 2, 2), (60, 8, 8)])
 def test_a_mixture_is_few_kernels_with_cuda(rows: int, tiles: int, linear_tiles: int) -> None:
     """Four, besides the norm and the router's product."""
@@ -375,7 +378,7 @@ HEADS = {  # rows, query heads, KV heads, key dim, value dim, rotated dims, trad
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -503,6 +506,7 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
 # --- Mixtures of experts
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(

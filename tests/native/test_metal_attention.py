@@ -64,7 +64,7 @@ DTYPES_AND_DIMS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("dtype", "dims"), DTYPES_AND_DIMS, ids=str)
 def test_every_dtype_and_head_dim(rng, dtype, dims) -> None:
     key_dim, value_dim = dims
@@ -84,7 +84,7 @@ def test_every_dtype_and_head_dim(rng, dtype, dims) -> None:
         assert ran.startswith(f"{kernel}_{str(dtype).split('.')[-1]}_{key_dim}_{value_dim}_")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("group", range(1, 17))
 def test_every_group_size(rng, group) -> None:
     batch = make_batch(

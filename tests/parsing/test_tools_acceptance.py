@@ -163,6 +163,7 @@ HISTORIES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_of_the_server_sent_back(
     renderers: dict[str, Renderer], name: str, caplog: pytest.LogCaptureFixture
@@ -225,6 +226,7 @@ def test_instructions_and_orders_that_chats_may_have(
         assert "'type'" not in text, text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_with_everything_that_a_template_may_refuse(
     renderers: dict[str, Renderer], name: str
@@ -357,6 +359,7 @@ class Author:
         return messages_turn(MessagesBody.model_validate(body)).conversation.messages
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*TEMPLATES, *FAMILIES])
 def test_a_conversation_renders_or_the_template_says_why_not(name: str) -> None:
     template = {**FAMILIES, **TEMPLATES}[name]

@@ -142,6 +142,7 @@ def check_family(family: Family, tokens: Sequence[str]) -> None:
     assert not walker.accepts(required, family.render([("unknown", {})]))
 
 
+@pytest.mark.one_in(2)
 @in_both_ways
 def test_invented_templates(template: Invented, has_tokens: bool) -> None:
     walker, format = derived(probe_of(template), template.tokens if has_tokens else ())
@@ -166,6 +167,7 @@ def test_the_kind_of_a_syntax(template: Invented) -> None:
     assert derive_syntax(probe_of(template)).kind == template.kind
 
 
+@pytest.mark.one_in(2)
 @in_both_ways
 def test_forced_calls_are_valid(template: Invented, has_tokens: bool) -> None:
     walker, format = derived(probe_of(template), template.tokens if has_tokens else ())
@@ -217,6 +219,7 @@ def places(template: Invented, text: str) -> list[int]:
     return [at for at in range(len(text)) if at not in inside]
 
 
+@pytest.mark.one_in(2)
 @every_template
 def test_damaged_answers_lose_nothing(template: Invented) -> None:
     """Every word of an answer is in its text, or in a call."""

@@ -183,7 +183,7 @@ def strings(value: Any) -> list[str]:
     return [s for item in value for s in strings(item)] if isinstance(value, list) else []
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @in_both_ways
 @settings(
     max_examples=15 * THOROUGH,
@@ -241,7 +241,7 @@ FORCED = (
 )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @in_both_ways
 @pytest.mark.parametrize("required", [True, False], ids=["required", "auto"])
 def test_forced_calls_are_valid(family: Family, has_tokens: bool, required: bool) -> None:

@@ -52,6 +52,7 @@ def garbage() -> Iterator[Counter[str]]:
         gc.enable()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_ended_request_is_in_no_reference_cycle(server, name) -> None:
     path, body = REQUESTS[name]

@@ -34,7 +34,7 @@ def instruction_sets() -> tuple[str, ...]:
 def run_in_process_of(simd: str, num_threads: int, files: Sequence[str], expression: str) -> None:
     """Runs the tests of `files` that `expression` (``pytest -k``) selects; all must pass.
 
-    By default one case in four: the tests themselves run in this process with all cases.
+    By default one case in eight: the tests themselves run in this process with all cases.
     """
     if simd not in instruction_sets():
         pytest.skip(f"this processor has {', '.join(instruction_sets())}")
@@ -44,7 +44,7 @@ def run_in_process_of(simd: str, num_threads: int, files: Sequence[str], express
         "MLX_PAGED_SIMD": simd,
         "MLX_PAGED_NUM_THREADS": str(num_threads),
         "EXPECTED_SIMD": simd,
-        "MLX_PAGED_TEST_SAMPLE": "4",
+        "MLX_PAGED_TEST_SAMPLE": "8",
         **ONLY_HYPOTHESIS,
     }
     options = ["-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=quick"]
