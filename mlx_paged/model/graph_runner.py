@@ -141,7 +141,7 @@ class GraphRunner:
         self.foreign: Counter[str] = Counter()
         # Elsewhere, computing a step takes much longer than building it.
         default = "1" if self.platform.has_cuda else "0"
-        wanted = os.environ.get("MLX_PAGED_GRAPH_TEMPLATES", default) != "0"
+        wanted = enabled and os.environ.get("MLX_PAGED_GRAPH_TEMPLATES", default) != "0"
         self.templates = GraphTemplates(forward) if wanted else None
 
     def forget(self) -> None:
@@ -229,9 +229,8 @@ class GraphRunner:
 
     def _build(self, tokens: mx.array, step: Step, pools: Pools) -> StepOutput:
         """Runs the step as a graph of its own."""
-        output = None
-        if self.templates is not None and not self.refusals.steps:
-            output = self.templates.run(tokens, step, pools)
+        templates = self.templates
+        output = None if templates is None else templates.run(tokens, step, pools)
         return StepOutput(*self._forward(tokens, step, pools)) if output is None else output
 
     def reads_once(self, num_rows: int) -> bool:

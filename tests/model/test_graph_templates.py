@@ -136,6 +136,9 @@ def test_templates_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = replace(Platform.current(), has_cuda=True, on_cpu=False, max_gpu_step_rows=64)
     monkeypatch.setenv("MLX_PAGED_GRAPH_TEMPLATES", "0")
     assert GraphRunner(lambda *_: StepOutput(mx.zeros(1), []), platform=cuda).templates is None
+    monkeypatch.delenv("MLX_PAGED_GRAPH_TEMPLATES")
+    runner = GraphRunner(lambda *_: StepOutput(mx.zeros(1), []), platform=cuda, enabled=False)
+    assert runner.templates is None, "an eager engine builds each step"
 
 
 # --- Submitting in parts --------------------------------------------------------------------------
