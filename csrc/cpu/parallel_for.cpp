@@ -121,11 +121,15 @@ class Tasks : public Job {
   std::atomic<int> num_done_{0};
 };
 
-// The job of one run_phases call.
+// The job of one run_phases call. A thread takes tasks that follow each other, whose kernels
+// prefetch past a task's end, and then those that other threads have left.
 class PhasedJob : public Job {
  public:
   PhasedJob(const std::vector<int>& num_tasks, const std::function<void(int, int)>& task)
-      : task_(&task), phases_(num_tasks.size()) {
+      : task_(&task),
+        num_threads_(num_threads()),
+        phases_(num_tasks.size()),
+        next_(num_tasks.size() * num_threads_) {
     for (size_t i = 0; i < num_tasks.size(); i++) {
       phases_[i].num_tasks = num_tasks[i];
     }
@@ -133,11 +137,11 @@ class PhasedJob : public Job {
   }
 
   // Returns when all phases are done.
-  void work(int) override {
+  void work(int thread) override {
     int num_phases = int(phases_.size());
     for (int p = current_.load(std::memory_order_acquire); p < num_phases; p = wait_after(p)) {
       auto& phase = phases_[p];
-      for (int i = phase.next++; i < phase.num_tasks; i = phase.next++) {
+      for (int i = claim(p, thread); i < phase.num_tasks; i = claim(p, thread)) {
         run(p, i);
         if (++phase.num_done == phase.num_tasks) {
           int next = next_with_tasks(p + 1);
@@ -159,10 +163,33 @@ class PhasedJob : public Job {
  private:
   // One cache line each, because all threads count in the running phase.
   struct alignas(64) Phase {
-    std::atomic<int> next{0};
     std::atomic<int> num_done{0};
     int num_tasks = 0;
   };
+
+  // Returns a task that no thread has claimed, or num_tasks.
+  int claim(int p, int thread) {
+    const int num_tasks = phases_[p].num_tasks;
+    for (int other = 0; other < num_threads_; other++) {
+      const int share = (thread + other) % num_threads_;
+      const int end = first_of(share + 1, num_tasks);
+      auto& next = next_[p * num_threads_ + share];
+      // Read first, so that a counter stays within its share and a few more.
+      if (first_of(share, num_tasks) + next.load(std::memory_order_relaxed) >= end) {
+        continue;
+      }
+      const int i = first_of(share, num_tasks) + next++;
+      if (i < end) {
+        return i;
+      }
+    }
+    return num_tasks;
+  }
+
+  // The first task of a thread's share.
+  int first_of(int thread, int num_tasks) const {
+    return int(int64_t(num_tasks) * thread / num_threads_);
+  }
 
   void run(int phase, int task) {
     if (failed_.load(std::memory_order_relaxed)) {
@@ -191,8 +218,10 @@ class PhasedJob : public Job {
   }
 
   const std::function<void(int, int)>* task_;
+  int num_threads_;
   std::vector<Phase> phases_;
-  std::atomic<int> current_{0};  // the running phase
+  std::vector<std::atomic<int>> next_;  // [phase, thread]: tasks claimed of each thread's share
+  std::atomic<int> current_{0};         // the running phase
   std::atomic<bool> failed_{false};
 };
 

@@ -3,6 +3,7 @@
 // The pool of workers under ThreadSanitizer: tasks read, as plain memory, what those of the phase
 // before wrote. Several threads share the pool, as streams do.
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -48,6 +49,25 @@ void phases_in_turn(int num_phases, int num_tasks) {
   }
 }
 
+// Each thread has two neighboring tasks. None can take a third: tasks wait until all threads run
+// one.
+void neighbors_stay_together() {
+  const int threads = num_threads();
+  std::vector<std::thread::id> by(2 * threads);
+  std::atomic<int> started[2] = {0, 0};
+  run_phases({2 * threads}, [&](int, int task) {
+    auto& count = started[task % 2];
+    count++;
+    while (count < threads) {
+      std::this_thread::yield();
+    }
+    by[task] = std::this_thread::get_id();
+  });
+  for (int i = 0; i < threads; i++) {
+    expect(by[2 * i] == by[2 * i + 1], "a thread's tasks");
+  }
+}
+
 void tasks_at_once(int num_tasks) {
   std::vector<int> done(num_tasks), by(num_threads());
   parallel_for(num_tasks, [&](int task, int thread) {
@@ -83,6 +103,7 @@ void use_all(int rounds) {
     phases_in_turn(1 + i % 40, 1 + i % 9);
     tasks_at_once(1 + i % 33);
     if (i % 8 == 0) {
+      neighbors_stay_together();
       auto fail_at = [](int at) { at >= 2 ? throw std::runtime_error("task") : void(); };
       fails([&] { parallel_for(5, [&](int task, int) { fail_at(task); }); });
       fails([&] { run_phases({4, 4, 4}, [&](int phase, int) { fail_at(phase); }); });
