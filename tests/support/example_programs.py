@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 _MAIN = "from mlx_paged.cli.main import main; main()"
@@ -46,15 +50,34 @@ def run(name: str, *arguments: str | Path, folder: Path, **environment: str) -> 
     return _run([sys.executable, *command(name, "python"), *arguments], folder, environment)
 
 
+def run_client(name: str, folder: Path, **environment: str) -> str:
+    """Like `run`, in this process, for clients of a server: to start Python and to import their
+    packages takes longer than they do."""
+    _link_examples(folder)
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", command(name, "python")),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+    ):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return out.getvalue()
+
+
 def run_cli(arguments: list[str], folder: Path) -> str:
     """Runs `mlx-paged` in such a folder, and returns what it wrote to stdout."""
     return _run([sys.executable, "-c", _MAIN, *arguments], folder, {})
 
 
-def _run(command: list[str | Path], folder: Path, environment: dict[str, str]) -> str:
+def _link_examples(folder: Path) -> None:
     link = folder / "examples"
     if not link.exists():
         link.symlink_to(EXAMPLES)
+
+
+def _run(command: list[str | Path], folder: Path, environment: dict[str, str]) -> str:
+    _link_examples(folder)
     done = subprocess.run(
         command,
         cwd=folder,
