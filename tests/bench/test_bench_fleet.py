@@ -63,6 +63,7 @@ def by_prompt(requests: list[Request]) -> dict[tuple[int, int], Request]:
     return {(each.session.key, each.turn): each for each in requests}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["random", "sticky", "cache-aware", "tree"])
 @pytest.mark.parametrize("tokens", [3072, 100_000])
 def test_hits_and_times_are_those_of_the_engines_scheduler(policy, tokens) -> None:

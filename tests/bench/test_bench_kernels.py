@@ -70,6 +70,7 @@ def test_every_primitive_is_measured_and_checked(tmp_path) -> None:
         assert set(row["peers"]) == ({"mlx"} if row["op"] in LAYER else peers)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("option", "field", "values"),
     [

@@ -13,6 +13,7 @@ from mlx_paged.core import FinishReason, PrefixQuery, SchedulingPolicy
 from mlx_paged.errors import EngineOverloadedError
 
 
+@pytest.mark.one_in(2)
 @OVERLAP
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -237,6 +238,7 @@ def test_background_requests_do_not_fill_the_waiting_queue():
     engine.run()
 
 
+@pytest.mark.one_in(2)
 @OVERLAP
 @pytest.mark.parametrize("num_blocks", [8, 24, 200])
 def test_a_long_run_of_random_arrivals_loses_no_token(overlap, num_blocks):

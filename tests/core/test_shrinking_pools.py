@@ -68,6 +68,7 @@ def settle(engine: FakeEngine) -> None:
     assert engine.running is None
 
 
+@pytest.mark.one_in(2)
 @OVERLAP
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_random_requests_lose_no_token(groups, overlap) -> None:

@@ -254,6 +254,7 @@ KINDS = {
 }
 
 
+@pytest.mark.one_in(3)
 @OVERLAP
 @pytest.mark.parametrize("max_tokens", [1, 8])
 @pytest.mark.parametrize("reads_cache", [True, False])

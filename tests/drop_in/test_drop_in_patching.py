@@ -103,6 +103,7 @@ def test_the_order_of_imports_does_not_matter(imports) -> None:
     assert all(module.startswith("mlx_paged.drop_in.") for module in modules), modules
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "first", ["mlx_paged.cli.main", "mlx_paged.engine.detokenizer", "mlx_paged.model.loader"]
 )

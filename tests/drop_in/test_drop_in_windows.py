@@ -112,7 +112,7 @@ def is_bounded(model: nn.Module, num_sequences: int = 1) -> bool:
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @kinds
 def test_a_long_generation_holds_the_blocks_of_its_window(kind, model) -> None:
     caches = new_cache(model)
@@ -154,7 +154,7 @@ def test_calls_by_hand_hold_the_blocks_of_their_window(kind, model) -> None:
     integrity(model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @kinds
 def test_a_batch_holds_the_blocks_of_its_windows(kind, model) -> None:
     texts = [TEXT[i : i + 120] for i in range(0, 240, 60)]
@@ -212,7 +212,7 @@ def test_blocks_of_a_window_move_when_the_store_shrinks(kind, model) -> None:
 # --- Prefixes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @kinds
 def test_what_slid_out_of_a_window_is_found_by_others(kind, model) -> None:
     """Another text that leaves the first one in the middle of what one step computed, or before."""
@@ -261,7 +261,7 @@ def test_a_prompt_continues_where_both_state_and_window_are(kind, model) -> None
     integrity(model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @kinds
 def test_turns_of_a_chat(kind, model) -> None:
     text = list(TEXT[:200])

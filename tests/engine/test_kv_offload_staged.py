@@ -35,6 +35,7 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "LEAST_TOKENS", 32)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "lfm2", "mamba2"])
 def test_memory_and_disk(name: str, tmp_path: Path) -> None:
     copies = ops.pool_copies()
@@ -77,6 +78,7 @@ def test_other_requests_go_on_meanwhile() -> None:
     assert engine.stats().counters.num_restored_tokens > 200
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 def test_under_load(name: str, tmp_path: Path) -> None:
     """Requests share prefixes, are aborted or preempted, and an engine is repaired."""

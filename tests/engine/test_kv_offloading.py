@@ -70,6 +70,7 @@ def mla() -> LoadedModel:
     return LoadedModel(family_model(config), embedded_twin().tokenizer, config, "mla")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "int8_k_int4_v", "int4", "fp8", "mla"])
 def test_quantized_blocks_and_latents_come_back_as_they_are(kv_cache_dtype: str) -> None:
     # A device with memory of its own takes blocks of some formats only if they have 32 tokens.
@@ -211,6 +212,7 @@ def test_equal_prompts_come_back_once() -> None:
     assert llm.stats().counters.num_restored_tokens == 96
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 def test_in_a_small_pool_under_load(name: str) -> None:
     """Few blocks in memory, preemption, and requests that share prefixes or are aborted."""

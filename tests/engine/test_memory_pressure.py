@@ -239,6 +239,7 @@ def test_an_idle_engine_reacts(source, resizes, monkeypatch) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model", [hash_model, embedded_twin], ids=["hash", "embedded"])
 @WAYS
 def test_an_interrupt_at_any_line_of_it_loses_no_request(source, resizes, model) -> None:
@@ -302,6 +303,7 @@ def test_pools_of_which_only_some_were_resized_are_made_anew(source, resizes, mo
     assert output.outputs[0].token_ids == dense_answer("gemma3", output.prompt_token_ids, 10)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
 @WAYS
 def test_windows_and_states_survive_it(source, resizes, name) -> None:

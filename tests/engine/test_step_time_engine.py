@@ -97,6 +97,7 @@ def answers(engine: Engine, *prompts: list[int], between: Any = None) -> list[li
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.one_in(2)
 @OVERLAP
 @pytest.mark.parametrize("blocked_until", [10.0, 0.0], ids=["", "launches block"])
 def test_chunks_take_the_time_that_they_may(overlap: bool, blocked_until: float) -> None:

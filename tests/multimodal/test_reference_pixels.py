@@ -102,6 +102,7 @@ def media_of(name: str, path: Path) -> MediaModel:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_pixels_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     media = media_of(name, tmp_path)

@@ -167,7 +167,7 @@ def test_faults_of_many_rows_are_seen(tmp_path, before: str, after: str) -> None
 
 
 @needs_nvcc
-@pytest.mark.one_in(32)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [

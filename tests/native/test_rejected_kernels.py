@@ -52,6 +52,7 @@ def served(rejected: Sequence[str], group: int = 1) -> list[str]:
     return [k for i, k in enumerate(names) if i == 0 or k != names[i - 1]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("rejected", "expected"),
     [

@@ -63,6 +63,7 @@ def check(device: Device, logits: mx.array, columns) -> None:
     np.testing.assert_array_equal(np.array(found), np.float32(wanted))
 
 
+@pytest.mark.one_in(2)
 @DEVICES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_combination(rng, device: Device, dtype: mx.Dtype) -> None:

@@ -44,7 +44,7 @@ def test_grade_school_mathematics(service: LocalService) -> None:
     assert 0 <= found["exact_match,last-number"] <= 0.2
 
 
-@pytest.mark.one_in(17)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("task", "num_questions"), [("hellaswag-sample", 4), ("truthfulqa-sample", 10)]
 )

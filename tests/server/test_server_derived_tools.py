@@ -26,6 +26,7 @@ BODY: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "template",
     [

@@ -61,6 +61,7 @@ WITHIN = "within the limits of this server"
 SCHEMA = "response_format.json_schema.schema"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
     [
