@@ -41,6 +41,7 @@ def _on_a_mac(monkeypatch, tmp_path) -> None:
     # Fewer rows than by default, with the same kernels.
     monkeypatch.setattr(cases, "TIMED_ROWS", (1, 16))
     monkeypatch.setattr(cases, "PIECE_TOKENS", (0, 768))
+    monkeypatch.setattr(cases, "PRODUCT_ROWS", (1, 16))
     monkeypatch.setattr(calibration, "SECONDS", 300.0)
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -108,7 +108,7 @@ def test_steps_with_drafts_stay_within_the_rows_of_one_order_of_sums(monkeypatch
     assert sizes and max(sizes) == 6
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: lookup["method"])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_mixed_requests_are_the_same_with_lookups(lookup: dict[str, Any], adaptive: bool) -> None:
