@@ -59,8 +59,8 @@ def test_long_prompts_run_on_tensor_units(monkeypatch, tmp_path, model) -> None:
     monkeypatch.setattr(cases, "TIMED_ROWS", (16, 64))
     monkeypatch.setattr(cases, "STEP_ROWS", ())  # this model does not run as whole steps
     monkeypatch.setattr(cases, "PRODUCT_ROWS", (1, 16, 128))
-    # The simulator takes a second to compile each kernel that samples or moves blocks: these are
-    # checked on other machines' cases.
+    # The kernels that sample or move blocks take a second each to compile for the simulator.
+    # test_calibrated_start.py has them checked.
     monkeypatch.setattr(cases, "_data_checks", lambda needs: ())
     monkeypatch.setattr(cases, "PIECE_TOKENS", (0,))
     monkeypatch.setattr(calibration, "SECONDS", 300.0)

@@ -55,6 +55,7 @@ class Instrumenter:
         self.opaque = re.search(r"[(,] ?ptr (?:addrspace\(\d+\) |noundef )?[%@]", text) is not None
         self.sites: list[Site] = []
         self.site_numbers: dict[object, int] = {}
+        self.places: dict[str, tuple[Site | None, list[tuple[str, int]]]] = {}
         self.blocks: list[frozenset[tuple[str, int]]] = []
         self.lines: set[tuple[str, int]] = set()
         self.serial = 0
@@ -104,11 +105,19 @@ class Instrumenter:
                 block.append(line)
                 continue
             location = _DBG.search(line)
-            chain = self.debug.chain(location[1]) if location else ()
-            user = [s for s in chain if s.file in self.user_files and s.line]
-            block_lines.update((s.file, s.line) for s in user)
-            block += self._instruction(line, _with_operation(user[0], chain) if user else None)
+            user, user_lines = self._place(location[1]) if location else (None, ())
+            block_lines.update(user_lines)
+            block += self._instruction(line, user)
         return [*out, *block]
+
+    def _place(self, location: str) -> tuple[Site | None, list[tuple[str, int]]]:
+        """The innermost place in the kernels, and the lines of all."""
+        if location not in self.places:
+            chain = self.debug.chain(location)
+            user = [s for s in chain if s.file in self.user_files and s.line]
+            innermost = _with_operation(user[0], chain) if user else None
+            self.places[location] = innermost, [(s.file, s.line) for s in user]
+        return self.places[location]
 
     def _block(self, block: list[str], lines: set[tuple[str, int]]) -> list[str]:
         if not lines:
@@ -181,7 +190,7 @@ class Instrumenter:
             return []
         align = next((int(p.split()[1]) for p in parts if p.startswith("align ")), 1)
         place = user or Site("<library>", 0, 0, "?")
-        number = self._site(replace(place, align=align))
+        number = self._site(place if align == place.align else replace(place, align=align))
         self.serial += 1
         address = f"%sim.{self.serial}"
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class DebugInfo:
     def __init__(self, text: str) -> None:
         self.nodes = dict(re.findall(r"^!(\d+) = (?:distinct )?(!DI.*)$", text, re.MULTILINE))
         self._chains: dict[str, tuple[Site, ...]] = {}
+        self._scopes: dict[str, tuple[str, str]] = {}
 
     def chain(self, location: str) -> tuple[Site, ...]:
         """Places of an instruction, innermost first: where it is, and where that was inlined."""
@@ -34,6 +36,11 @@ class DebugInfo:
         return self._chains[location]
 
     def _scope(self, node: str) -> tuple[str, str]:
+        if node not in self._scopes:
+            self._scopes[node] = self._find_scope(node)
+        return self._scopes[node]
+
+    def _find_scope(self, node: str) -> tuple[str, str]:
         file, function = "", ""
         while node and not (file and function):
             text = self.nodes.get(node, "")
@@ -59,30 +66,36 @@ def unescape(string: str) -> str:
     return escape.sub(lambda e: bytes([int(e[1], 16)]), string.encode()).decode()
 
 
+@cache
+def _field(key: str, value: str) -> re.Pattern[str]:
+    return re.compile(rf"\b{key}: {value}(\d+)")
+
+
 def reference(text: str, key: str) -> str:
-    found = re.search(rf"\b{key}: !(\d+)", text)
+    found = _field(key, "!").search(text)
     return found[1] if found else ""
 
 
 def number_of(text: str, key: str) -> int:
-    found = re.search(rf"\b{key}: (\d+)", text)
+    found = _field(key, "").search(text)
     return int(found[1]) if found else 0
 
 
+_DIVIDER = re.compile(r'"[^"]*"?|[(\[{<)\]}>,]')
+
+
 def split_commas(text: str) -> list[str]:
-    parts, depth, start, quoted = [], 0, 0, False
-    for i, c in enumerate(text):
-        if c == '"':
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif c in "([{<":
+    """Splits at commas outside of brackets and quotes."""
+    parts, depth, start = [], 0, 0
+    for found in _DIVIDER.finditer(text):
+        c = found[0]
+        if c in "([{<":
             depth += 1
         elif c in ")]}>":
             depth -= 1
         elif c == "," and depth == 0:
-            parts.append(text[start:i].strip())
-            start = i + 1
+            parts.append(text[start : found.start()].strip())
+            start = found.end()
     return [*parts, text[start:].strip()]
 
 
