@@ -6,7 +6,10 @@ python bench/roles.py --length 2048            # the embedded model, on the CPU'
 Some streams run. Long prompts arrive at a fixed interval, by default twice the time that one engine
 takes for a prompt alone. Measured are the time to each prompt's first token, and the gaps of the
 streams between the first prompt's arrival and the last one's first token. One engine has one GPU,
-or all cores; of the pair, each has a GPU, or half of the cores. Every answer must be the same.
+or all cores; of the pair, each has a GPU, or half of the cores.
+
+The answer to a prompt alone must be the same. On a CPU, so must be all others. On a GPU, a prompt's
+bits depend on what else is in its step, so answers of random weights differ; their number is noted.
 
 `transfer.py` measures the connection alone.
 """
@@ -149,6 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "itl_max_ms": round(float(gaps.max()) * 1e3, 2),
         "num_gaps": len(gaps),
         "transfers": None if transfers is None else vars(transfers),
+        "alone": run.answers["alone"],
         "answers": [run.answers[f"p{i}"] for i in range(count)],
     }
 
@@ -162,10 +166,14 @@ def command(options: argparse.Namespace, *more: str) -> list[str]:
     return [sys.executable, __file__, *more, *(str(part) for pair in given for part in pair)]
 
 
+def runs_on_gpu() -> bool:
+    return mx.default_device() == mx.gpu and mx.cuda.is_available()
+
+
 def environment_of(index: int, count: int) -> dict[str, str]:
     """Gives one of `count` processes its GPU, or its share of the cores."""
     own = dict(os.environ)
-    if mx.default_device() == mx.gpu and mx.cuda.is_available():
+    if runs_on_gpu():
         visible = own.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         own["CUDA_VISIBLE_DEVICES"] = visible[index % len(visible)]
     else:
@@ -242,14 +250,19 @@ def main() -> None:
         interval = str(one["interval_ms"] / 1e3)
         with prefilling(options, address):
             two = measured(options, 2, "--address", address, "--interval", interval)
-    same = one.pop("answers") == two.pop("answers")
+    is_same_alone = one.pop("alone") == two.pop("alone")
+    pairs = list(zip(one.pop("answers"), two.pop("answers"), strict=True))
+    num_others = sum(ours != theirs for ours, theirs in pairs)
     rows = [[key, str(one[key]), str(two[key])] for key in one if key.endswith("_ms")]
     print_table(["", "one engine", "prefill and decode"], rows)
-    print("the same answers:", same)
+    print(
+        f"the same answer alone: {is_same_alone}; others under load: {num_others} of {len(pairs)}"
+    )
     load_of = {name: getattr(options, name) for name in ("model", "length", "prompts", "streams")}
-    found = {"environment": environment(), "load": load_of, "same_answers": same}
+    same = {"same_answer_alone": is_same_alone, "other_answers": num_others}
+    found = {"environment": environment(), "load": load_of, **same}
     print(save(options.name, found | {"one engine": one, "prefill and decode": two}))
-    if not same:
+    if not is_same_alone or (num_others and not runs_on_gpu()):
         raise SystemExit("the answers differ")
 
 

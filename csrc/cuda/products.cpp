@@ -273,16 +273,12 @@ Launch quantized_launch(
   int tiles = tiles_of(params.num_rows);
   bool by_stream = tma >= TmaKernels::any && streams_quantized(format, codes, params.k);
   bool by_wgmma = by_four_warps(format, codes, params.num_rows, params.k, tma);
-  // 2, with linear_quantized_deep, has not run on a GPU yet.
-  int width = by_wgmma ? setting("MLX_PAGED_WIDE_PRODUCTS", 1) : 0;
-  bool is_deep = width >= 2 && tiles > kQuantizedDeepTiles && has_quantized_deep(codes.bits) &&
-                 params.adapters.count == 0;
   Launch launch;
   if (by_stream) {
-    tiles = std::min(tiles, width > 0 ? quantized_wgmma_tiles(codes.bits) : kQuantizedStreamTiles);
-    auto shape = is_deep ? quantized_deep_shape(format, codes.bits, codes.group_size)
-                         : quantized_stream_shape(
-                               format, codes.bits, codes.group_size, tiles, false, by_wgmma);
+    bool is_wide = by_wgmma && setting("MLX_PAGED_WIDE_PRODUCTS", 1) != 0;
+    tiles = std::min(tiles, is_wide ? quantized_wgmma_tiles(codes.bits) : kQuantizedStreamTiles);
+    auto shape =
+        quantized_stream_shape(format, codes.bits, codes.group_size, tiles, false, by_wgmma);
     uint32_t num_tiles = blocks_of(params, kQuantizedStreamRows / (params.is_gated ? 2 : 1));
     uint32_t blocks = stream_cluster(num_tiles, params.k, kQuantizedStreamMinColumns);
     launch.threadgroup_memory = shape.scratch;
@@ -304,8 +300,7 @@ Launch quantized_launch(
     launch.after_previous = true;  // like linear
   }
   launch.kernel.host_name = quantized_kernel(
-      is_deep     ? "linear_quantized_deep"
-      : by_wgmma  ? "linear_quantized_wgmma"
+      by_wgmma    ? "linear_quantized_wgmma"
       : by_stream ? "linear_quantized_stream"
                   : "linear_quantized",
       dtype, format, codes, tiles);

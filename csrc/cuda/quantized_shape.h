@@ -157,12 +157,9 @@ struct QuantizedStreamShape {
   int stage_bytes;
   int scales_bytes;  // per slot
   int stages;
-  int slots;      // for scales, after the stages; a slot is reused no earlier than its stages
-  int barriers;   // offset of the barriers; the results reuse the memory before them
-  int scratch;    // bytes of shared memory
-  int ring;       // stages of the copy ring: also those of x where x has its own
-  int boxes = 0;  // linear_quantized_deep: offset of the boxes of x
-  int depth = 0;  // and boxes per warpgroup
+  int slots;     // for scales, after the stages; a slot is reused no earlier than its stages
+  int barriers;  // offset of the barriers; the results reuse the memory before them
+  int scratch;   // bytes of shared memory
 };
 
 constexpr QuantizedStreamShape quantized_stream_shape(
@@ -188,36 +185,7 @@ constexpr QuantizedStreamShape quantized_stream_shape(
   const int results = 8 * tiles * kQuantizedStreamPitch * 4;
   const int barriers = bytes > results ? bytes : results;
   const int ring = copy_ring_bytes(stages) + (wgmma ? stages * 4 : 0);  // and counters
-  return {codes, stage, scales, stages, slots, barriers, barriers + ring, stages};
-}
-
-// linear_quantized_deep (sm_90a) takes the place of linear_quantized_wgmma's blocks of 128 rows of
-// x where a launch has several of them. Whole turns fill its ring only twice, so copies there wait
-// for products and products for copies.
-constexpr int kQuantizedDeepTiles = 16;
-
-// True if there are such kernels.
-constexpr bool has_quantized_deep(int bits) {
-  return quantized_wgmma_tiles(bits) == kQuantizedDeepTiles;
-}
-
-// A stage has a turn's codes alone. x comes in boxes of 64 columns, a ring for each warpgroup.
-constexpr QuantizedStreamShape quantized_deep_shape(CodeFormat format, int bits, int group) {
-  const int box = 8 * kQuantizedDeepTiles * 64 * 2;
-  const int boxes_of_turn = quantized_stream_chunk(bits) / 64 / 2;  // for each warpgroup
-  const int stages = boxes_of_turn == 2 ? 3 : 5;
-  const int depth = boxes_of_turn == 2 ? 5 : 4;
-  const int codes = kQuantizedStreamRows * quantized_stream_chunk(bits) * bits / 8;
-  const int scales = kQuantizedStreamRows * 16 * (format == CodeFormat::affine ? 2 : 1);
-  const int span = quantized_stream_span(format, bits, group);
-  const int slots = (stages - 1 + span - 1) / span + 1;
-  const int boxes = stages * codes + slots * scales;
-  const int bytes = boxes + 2 * depth * box;
-  const int results = 8 * kQuantizedDeepTiles * kQuantizedStreamPitch * 4;
-  const int barriers = bytes > results ? bytes : results;
-  const int ring = stages + 2 * depth;
-  const int scratch = barriers + copy_ring_bytes(ring) + ring * 4;  // and counters
-  return {codes, codes, scales, stages, slots, barriers, scratch, ring, boxes, depth};
+  return {codes, stage, scales, stages, slots, barriers, barriers + ring};
 }
 
 }  // namespace mlx_paged::cuda

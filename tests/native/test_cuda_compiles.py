@@ -80,7 +80,7 @@ def test_products_of_four_warps_are_not_serialised(tmp_path, source: str, defini
             *(f"-I{ROOT / 'csrc/cuda/kernels'}", f"-I{ROOT / 'csrc/cuda/msl'}"),
             *(f"-I{ROOT / 'metal'}", str(program), "-o", str(tmp_path / "product.cubin")),
         ],
-        capture_output=True, text=True, check=False, timeout=600,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 0, said

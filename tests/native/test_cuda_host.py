@@ -25,7 +25,6 @@ HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
     *("linear_stream.h", "linear_quantized.h", "linear_quantized_stream.h", "packed_weights.h"),
-    "linear_quantized_deep.h",
     *("adapter_blocks.h", "linear_adapters.h", "linear_finish.h", "linear_math.h"),
     *("operand_maps.h", "ordered_rows.h"),
     *("expert_items.h", "expert_stream.h", "expert_quantized_stream.h"),
@@ -120,7 +119,6 @@ def test_products(tmp_path, element: str) -> None:
 
 
 ROWS, STREAM = "kernels/linear_quantized.h", "kernels/linear_quantized_stream.h"
-DEEP = "kernels/linear_quantized_deep.h"
 
 
 def kind_of_weights(bits: int, form: str = "affine", group: int = 64) -> list[str]:
@@ -164,29 +162,6 @@ def test_quantized_products_of_many_rows(tmp_path, bits: int) -> None:
 def test_faults_of_many_rows_are_seen(tmp_path, before: str, after: str) -> None:
     kind = ["CODE_BITS=4", "MANY_ROWS", BFLOAT16]
     assert finds_a_fault(compiled(tmp_path, "quantized", kind, {STREAM: (before, after)}))
-
-
-@needs_nvcc
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("&maps.x, column, Base::first_x()", "&maps.x, column, 0"),
-        ("(half * kBoxes + number % kBoxes)", "(number % kBoxes)"),
-        ("later = box.number + kShape.depth;", "later = box.number + kShape.depth - 1;"),
-        ("copy_codes(from, later)", "copy_codes(from, turn)"),
-        ("if (begins_box && is_ordered) {", "if (false) {"),
-        ("begins_box && m == 0 && i > 0", "begins_box && m == 0"),
-        ("wait_for_products<0>(sums[0]);\n      take_product", "take_product"),
-    ],
-    ids=[
-        "the first rows of x", "one half twice", "the box before", "the same codes again",
-        "x in order is not waited for", "boxes twice", "products are left",
-    ],
-)  # fmt: skip
-def test_faults_of_small_pieces_are_seen(tmp_path, before: str, after: str) -> None:
-    kind = ["CODE_BITS=4", "MANY_ROWS", BFLOAT16]
-    assert finds_a_fault(compiled(tmp_path, "quantized", kind, {DEEP: (before, after)}))
 
 
 @needs_nvcc

@@ -21,17 +21,15 @@ namespace mlx_paged::cuda {
 
 // A block's share of a product: the rows of one weight tile and the columns of one cluster rank,
 // one chunk per turn. WHOLE: the block works alone, and all scales arrive with the first chunk,
-// stored row by row. WGMMA: for sm_90a, whose products read x from shared memory. DEEP: stages have
-// no x (linear_quantized_deep.h).
+// stored row by row. WGMMA: for sm_90a, whose products read x from shared memory.
 template <
     typename T, CodeFormat FORMAT, int BITS, int GROUP, int TILES, bool WHOLE = false,
-    bool WGMMA = false, bool DEEP = false>
+    bool WGMMA = false>
 struct QuantizedStream {
   static constexpr int kRows = kQuantizedStreamRows;
   static constexpr int kChunk = quantized_stream_chunk(BITS);
   static constexpr QuantizedStreamShape kShape =
-      DEEP ? quantized_deep_shape(FORMAT, BITS, GROUP)
-           : quantized_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE, WGMMA);
+      quantized_stream_shape(FORMAT, BITS, GROUP, TILES, WHOLE, WGMMA);
   static constexpr int kSpan = WHOLE ? 1 << 20 : quantized_stream_span(FORMAT, BITS, GROUP);
   static constexpr int kRowBytes = kChunk * BITS / 8;
   static constexpr bool kHasBiases = FORMAT == CodeFormat::affine;
@@ -54,7 +52,7 @@ struct QuantizedStream {
   static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantizedStreamBytes);
 
   const unsigned int stages;  // address in shared memory
-  const CopyRing<kShape.ring> ring;
+  const CopyRing<kShape.stages> ring;
   const int num_ranks;
   const int rank;
   int tile_of_weight;
@@ -389,27 +387,27 @@ struct QuantizedStream {
   }
 
 #ifdef PAGED_HAS_WGMMA
-  // Reorders COLUMNS columns of x in place into code order (CodeOrder), so that 16 adjacent columns
-  // belong to one product. Called by THREADS threads: all of them, or a warpgroup.
-  template <int COLUMNS, int THREADS>
-  __device__ __forceinline__ static void order_columns(unsigned int xs) {
+  // Reorders a turn's x in place into code order (CodeOrder), so that 16 adjacent columns belong to
+  // one product. Called by all consumer warps.
+  __device__ __forceinline__ void order_x(const Turn& turn) const {
     static_assert(code_order(BITS, GROUP) == CodeOrder{kRun, Group::kColumnsApart});
     constexpr int kPieces = Group::kProducts / 2;  // of eight columns, per lane and run
-    constexpr int kUnits = 8 * TILES * (COLUMNS / kRun) * kPieces;
+    constexpr int kUnits = 8 * TILES * kRuns * kPieces;
+    constexpr int kAtOnce = 32 * kMultipliers;
     static_assert(kUnits % 32 == 0);
     // Eight threads take eight rows, which lie in different banks. Pieces of a row differ in other
     // address bits.
     const int lane = threadIdx.x % 32;
     const int piece = lane / 8 % kPieces;
 #pragma unroll
-    for (int first = 0; first < kUnits; first += THREADS) {
-      const int unit = first + (THREADS < kThreads ? threadIdx.x % THREADS : threadIdx.x);
-      if (kUnits % THREADS != 0 && unit >= kUnits) {
+    for (int first = 0; first < kUnits; first += kAtOnce) {
+      const int unit = first + threadIdx.x;
+      if (kUnits % kAtOnce != 0 && unit >= kUnits) {
         break;
       }
       const int tile = unit / (8 * kPieces) % TILES;
       const int column = unit / (8 * kPieces * TILES) * kRun;  // first column of the run
-      const unsigned int rows = xs + column / kXBox * kXBoxBytes + tile * (8 * 128);
+      const unsigned int rows = xs_of(turn) + column / kXBox * kXBoxBytes + tile * (8 * 128);
       const unsigned int of_box = column % kXBox * 2;
       const unsigned int from = rows + (paged::tile_offset<8>(lane % 8, piece) ^ of_box);
       const unsigned int to = rows + (paged::tile_offset<8>(lane % 8, piece * 4) ^ of_box);
@@ -438,7 +436,7 @@ struct QuantizedStream {
     const unsigned int codes_begin = codes_of_lane(first_row, first_run, lane);
     auto order = [&](const Turn& turn) {
       ring.wait_until_full(turn.stage, turn.round);
-      order_columns<kChunk, kThreads>(xs_of(turn));
+      order_x(turn);
       ring.release(turn.stage, lane);
     };
     Turn turn = first_turn();

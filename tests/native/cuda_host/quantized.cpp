@@ -7,7 +7,7 @@
 
 #include "fibers.h"
 
-#include "kernels/linear_quantized_deep.h"
+#include "kernels/linear_quantized_stream.h"
 #include "operands.h"
 
 using namespace mlx_paged::cuda;
@@ -94,7 +94,6 @@ struct Case {
   bool extras;           // biases and a residual
   bool wgmma = false;    // products of four warps
   bool ordered = false;  // x and the results of gates are in the order of codes
-  bool deep = false;     // small pieces of x, for each of two warpgroups
 };
 
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
@@ -208,7 +207,6 @@ struct Product {
           a(0), a(1), a(2), b(0), b(1), b(2), p);
     };
     if (c.cluster) {
-      int scratch = quantized_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
       auto kernel = c.tiles == 1   ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 1>
                     : c.tiles == 2 ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 2>
                     : c.tiles == 4 ? linear_quantized_stream_entry<T, FORMAT, BITS, GROUP, 4>
@@ -218,14 +216,9 @@ struct Product {
                  : c.tiles == 8 ? linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 8>
                                 : linear_quantized_wgmma_entry<T, FORMAT, BITS, GROUP, 16>;
       }
-      if constexpr (has_quantized_deep(BITS)) {
-        if (c.deep) {
-          kernel = linear_quantized_deep_entry<T, FORMAT, BITS, GROUP>;
-          scratch = quantized_deep_shape(FORMAT, BITS, GROUP).scratch;
-        }
-      }
       QuantizedMaps maps = maps_of(c);
       int threads = c.wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads;
+      int scratch = quantized_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
       int x = p.adapters.num_blocks + blocks * c.cluster;
       int y = (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
       fibers::run_grid(x, y, threads, scratch, c.cluster, [&] {
@@ -450,9 +443,7 @@ void test_many_rows() {
       {Kind::plain, kRows, 8, 1, true},
       {Kind::plain, kRows, 8, 1, true, true},
       {Kind::plain, kRows, 16, 1, true, true},
-      {Kind::plain, kRows, 16, 1, true, true, true},
-      {Kind::plain, kRows, 16, 1, true, true, false, true},
-      {Kind::plain, kRows, 16, 1, true, true, true, true}};
+      {Kind::plain, kRows, 16, 1, true, true, true}};
   auto test = [&](Kind kind, const std::vector<int>& ns, int k, int cluster, const char* name) {
     Product<T, FORMAT, BITS, GROUP> p(rng, kind, ns, k);
     for (size_t i = 0; i < p.x.size; i++) {
@@ -463,22 +454,13 @@ void test_many_rows() {
       c.kind = kind;
       c.cluster = cluster;
       std::string of = std::string(name) + ", tiles " + std::to_string(c.tiles) +
-                       (c.wgmma ? ", together" : "") + (c.ordered ? ", in order" : "") +
-                       (c.deep ? ", deep" : "");
+                       (c.wgmma ? ", together" : "") + (c.ordered ? ", in order" : "");
       auto many = p.run(c, of);
       // Slots of heads are those of another row.
       size_t outputs = size_t(61) * ns[0];
       if (!std::equal(few.begin(), few.begin() + outputs, many.begin())) {
         failed++;
         std::printf("%s: other bits in other company\n", of.c_str());
-      }
-      if (c.deep) {
-        fibers::copies_at_once = true;
-        if (p.run(c, of) != many) {
-          failed++;
-          std::printf("%s: other bits when copies are early\n", of.c_str());
-        }
-        fibers::copies_at_once = false;
       }
     }
   };
