@@ -8,8 +8,8 @@ takes for a prompt alone. Measured are the time to each prompt's first token, an
 streams between the first prompt's arrival and the last one's first token. One engine has one GPU,
 or all cores; of the pair, each has a GPU, or half of the cores.
 
-The answer to a prompt alone must be the same. On a CPU, so must be all others. On a GPU, a prompt's
-bits depend on what else is in its step, so answers of random weights differ; their number is noted.
+On a CPU, all answers must be the same. On a GPU, the bits of a prompt depend on the number of rows
+in its step, and answers of random weights follow any bit, so the number that differ is only noted.
 
 `transfer.py` measures the connection alone.
 """
@@ -152,7 +152,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "itl_max_ms": round(float(gaps.max()) * 1e3, 2),
         "num_gaps": len(gaps),
         "transfers": None if transfers is None else vars(transfers),
-        "alone": run.answers["alone"],
         "answers": [run.answers[f"p{i}"] for i in range(count)],
     }
 
@@ -250,19 +249,15 @@ def main() -> None:
         interval = str(one["interval_ms"] / 1e3)
         with prefilling(options, address):
             two = measured(options, 2, "--address", address, "--interval", interval)
-    is_same_alone = one.pop("alone") == two.pop("alone")
     pairs = list(zip(one.pop("answers"), two.pop("answers"), strict=True))
     num_others = sum(ours != theirs for ours, theirs in pairs)
     rows = [[key, str(one[key]), str(two[key])] for key in one if key.endswith("_ms")]
     print_table(["", "one engine", "prefill and decode"], rows)
-    print(
-        f"the same answer alone: {is_same_alone}; others under load: {num_others} of {len(pairs)}"
-    )
+    print(f"answers that differ: {num_others} of {len(pairs)}")
     load_of = {name: getattr(options, name) for name in ("model", "length", "prompts", "streams")}
-    same = {"same_answer_alone": is_same_alone, "other_answers": num_others}
-    found = {"environment": environment(), "load": load_of, **same}
+    found = {"environment": environment(), "load": load_of, "answers_that_differ": num_others}
     print(save(options.name, found | {"one engine": one, "prefill and decode": two}))
-    if not is_same_alone or (num_others and not runs_on_gpu()):
+    if num_others and not runs_on_gpu():
         raise SystemExit("the answers differ")
 
 
