@@ -45,7 +45,7 @@ _ANSWER_TIMEOUT = 3.0
 # Seconds for the other processes to exit before they are killed.
 _EXIT_TIMEOUT = 5.0
 # Seconds after which rank 0 counts as hung once another rank ended, and between its signs of life.
-_HUNG_TIMEOUT = 8.0
+_HUNG_TIMEOUT = 6.0
 _SIGN_INTERVAL = 0.5
 # Seconds between checks that the parent is alive. The socket tells at once, unless a forked child
 # of rank 0 holds the other end.
