@@ -488,10 +488,12 @@ class AmxBlock {
     const VecF bias = load(scales + kIntegerTileColumns);
     const Block& x = *scaled_;
     VecF(&sums)[Rows] = (*sums_)[group_ % kIntegerGroups][kV];
+    // The first groups find other numbers there. Zeroing the sums before took a tenth of the time.
+    const __mmask16 has_sums = group_ < kIntegerGroups ? 0 : 0xffff;
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; i++) {
       const VecF scaled = total(products, i) * x.scales[i];
-      VecF sum = sums[i];
+      VecF sum = (VecF)_mm512_maskz_load_ps(has_sums, &sums[i]);
       sum += scaled * scale;
       sum += x.sums[i] * bias;
       sums[i] = sum;
@@ -577,8 +579,8 @@ inline void amx_rows(
     // With several chunks, each block's sums need memory between them.
     float* memory = codes.end() + (has_chunks ? block : 0) * kPanelSums;
     auto& sums = *reinterpret_cast<Sums*>(memory);
-    if (first == 0) {
-      __builtin_memset(&sums, 0, sizeof(sums));
+    if (order.groups < kIntegerGroups) {
+      __builtin_memset(&sums, 0, sizeof(sums));  // Some of them get no group.
     }
     auto x = static_cast<const Block*>(args.x) + int64_t(block) * order.groups + first;
     multiply.run(x, first, in_chunk, sums, UnpackedTiles());
@@ -600,9 +602,12 @@ inline void amx_few_rows(
   Tiles tiles(shapes);
   Multiply multiply(tiles, codes);
   auto& sums = *reinterpret_cast<typename Multiply::Sums*>(codes.end());
-  __builtin_memset(&sums, 0, sizeof(sums));
+  const int groups = args.weights.k / Group;
+  if (groups < kIntegerGroups) {
+    __builtin_memset(&sums, 0, sizeof(sums));  // Some of them get no group.
+  }
   const RingOfTiles<Bits, Digits, Group, Vectors> ring(codes, column, columns);
-  multiply.run(static_cast<const Block*>(args.x), 0, args.weights.k / Group, sums, ring);
+  multiply.run(static_cast<const Block*>(args.x), 0, groups, sums, ring);
   store_rows(args, sums, 0, args.rows, column, columns);
 }
 
