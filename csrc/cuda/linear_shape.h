@@ -24,7 +24,13 @@ struct LinearAdapters {
 
 constexpr int kAdapterRows = 8;    // of x that are multiplied at once
 constexpr int kAdapterRanks = 16;  // of a unit: rows of the first matrix
-constexpr int kAdapterParts = 4;   // of k
+constexpr int kAdapterParts = 4;   // of k, at least
+constexpr int kAdapterMaxParts = 8;
+
+// Parts of k. Each is a block's unit, so that of a wide x takes no longer.
+constexpr int adapter_parts(int k) {
+  return k < 8192 ? kAdapterParts : kAdapterMaxParts;
+}
 
 // Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
 // and the output is silu(x @ gate.T) * (x @ up.T), written to the first weight's output.
@@ -66,7 +72,8 @@ constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
 constexpr int kLinearParts = 8;
 
-constexpr int kLinearMaxRows = 64;  // maximum rows of x for any of these kernels
+constexpr int kLinearMaxRows = 64;                   // maximum rows of x for any of these kernels
+constexpr int kAdapterIdBytes = 4 * kLinearMaxRows;  // one int per row
 
 // linear: one warp per part; a warp's tile covers this many rows of the weight.
 constexpr int kLinearRows = 16;

@@ -60,9 +60,13 @@ void bind_after_parts(
   }
 }
 
-// Puts blocks for adapters in front of a launch's own, which are clusters of `cluster`. A unit has
-// as few rows as lets all blocks run at once, because later ones would end last.
-void put_adapters_first(Launch& launch, LinearAdapters& adapters, int num_rows, int cluster) {
+// Divides the first half of adapters' work into units, and puts blocks for them in front of a
+// launch's own, which are clusters of `cluster`. A unit has as few rows as lets all blocks run at
+// once, because later ones would end last. `in_blocks`: where that is not possible, the launch's
+// own blocks compute the units.
+void put_adapters_first(Launch& launch, LinearParams& params, int cluster, bool in_blocks) {
+  auto& adapters = params.adapters;
+  const int num_rows = params.num_rows;
   if (adapters.count == 0) {
     return;
   }
@@ -70,15 +74,27 @@ void put_adapters_first(Launch& launch, LinearAdapters& adapters, int num_rows, 
       std::begin(adapters.target), std::end(adapters.target), [](int t) { return t >= 0; });
   int rank_tiles = int(div_up(adapters.rank, kAdapterRanks));
   int& rows = adapters.rows_of_unit = kAdapterRows;
+  int parts = adapter_parts(params.k);
   auto set_blocks = [&] {
     int row_tiles = int(div_up(num_rows, rows));
-    adapters.num_units = kAdapterParts * row_tiles * rank_tiles * int(targets);
+    adapters.num_units = parts * row_tiles * rank_tiles * int(targets);
     adapters.num_blocks = int(div_up(adapters.num_units, cluster)) * cluster;
   };
+  // Clusters of eight leave four of a GPC's 36 places empty.
+  int most = in_blocks && cluster == 8 ? kStreamMaxBlocks / 33 * 32 : kStreamMaxBlocks;
+  auto fit = [&] { return int(launch.grid[0]) + adapters.num_blocks <= most; };
   set_blocks();
-  while (rows<num_rows&& int(launch.grid[0]) + adapters.num_blocks> kStreamMaxBlocks) {
+  while (rows < num_rows && !fit()) {
     rows *= 2;
     set_blocks();
+  }
+  if (in_blocks && !fit()) {
+    rows = kAdapterRows;
+    set_blocks();
+    if (adapters.num_units <= int(launch.grid[0])) {
+      adapters.num_blocks = 0;
+      launch.threadgroup_memory += kAdapterSumBytes;
+    }
   }
   launch.grid[0] += adapters.num_blocks;
 }
@@ -111,7 +127,7 @@ Launch linear_launch(
         uses_wgmma(tiles, tma) ? wgmma_scratch(tiles) : stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
-    put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
+    put_adapters_first(launch, params, int(blocks), false);
     launch.threadgroup = {kStreamThreads, 1, 1};
     launch.maps.push_back(map_of_x(params, tiles));
     for (int i = 0; i < params.num_weights; i++) {
@@ -284,7 +300,9 @@ Launch quantized_launch(
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, uint32_t(div_up(params.num_rows, 8 * tiles)), 1};
-    put_adapters_first(launch, params.adapters, params.num_rows, int(blocks));
+    bool has_room = shape.scratch + kAdapterSumBytes <= kQuantizedPairBytes;
+    put_adapters_first(
+        launch, params, int(blocks), by_wgmma && tiles <= kAdapterUnitTiles && has_room);
     launch.threadgroup = {
         uint32_t(by_wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads), 1, 1};
     launch.maps = quantized_maps(params, format, codes, kFirstPart, kQuantizedPartBuffers, 1, true);

@@ -104,7 +104,7 @@ GpuLowering::Adapters GpuLowering::down_launch(const View& x, const std::vector<
   auto params = lora_params(first[Lora::kA], int(first[Lora::kAdapters].size()), columns);
   int num_targets = int(loras.size());
   auto most = params;  // Products that replace lora_down may have more parts.
-  most.num_parts = std::max(params.num_parts, cuda::kAdapterParts);
+  most.num_parts = std::max(params.num_parts, cuda::kAdapterMaxParts);
   View hidden = new_buffer({lora_hidden_size(most, num_targets)}, mx::float32);
   Launch down = lora_down_launch(params, num_targets, first[Lora::kA].dtype());
   read(down, x);

@@ -101,6 +101,29 @@ def test_products_with_adapters(
         np.testing.assert_array_equal(bits(alone), bits(got[few]))
 
 
+@pytest.mark.parametrize("rows", [17, 32, 64])
+def test_adapters_of_a_product_that_takes_all_places(rng, rows: int) -> None:
+    """A narrow result of many columns has 32 clusters of eight blocks, as many as run at once. So
+    up to 32 rows the blocks also do the work of those that would come first."""
+    n, k, num_adapters = 4096, 8192, 3
+    layer = quantized(values(rng, n, k, dtype=mx.bfloat16) * (1 / k**0.5))
+    a, b = (values(rng, num_adapters, 16, size, dtype=mx.bfloat16) for size in (k, n))
+    a *= 1 / k**0.5
+
+    def build(x: mx.array, *slots: mx.array) -> mx.array:
+        return ops.lora(layer(x), x, slots[0], a, b) if slots else layer(x)
+
+    x = values(rng, rows, k, dtype=mx.bfloat16)
+    chosen = mx.array([i % (num_adapters + 1) - 1 for i in range(rows)], mx.int32)
+    got, plain, apart = run(build, x, chosen), run(build, x), build(x, chosen)
+    size = np.abs(exact(apart)).max()
+    assert np.abs(exact(got) - exact(apart)).max() <= 2.0**-7 * size
+    same = (bits(got) == bits(plain)).all(axis=1)
+    np.testing.assert_array_equal(same, np.array(chosen) < 0)
+    few = mx.array([*range(0, rows, 2), *range(1, 16, 2)])
+    np.testing.assert_array_equal(bits(run(build, x[few], chosen[few])), bits(got[few]))
+
+
 MANY_ROWS = [65, 100, 256, 512]
 
 

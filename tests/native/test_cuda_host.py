@@ -233,12 +233,13 @@ def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]
         (4, {"code_order.h": ("32 * piece", "16 * piece")}),
         (4, {"kernels/linear_finish.h": ("ordered_column(params.out_order, column + e)",
                                          "(column + e)")}),
+        (4, {STREAM: ("+ kAdapterIds;\n    return", "+ kAdapterIds + 4;\n    return")}),
     ],
     ids=[
         "too little is waited for", "too early", "nothing is waited for", "one warp releases",
         "too few scales", "gate twice", "products are left", "x in another order",
         "x in order is not waited for", "x is ordered twice", "pieces elsewhere",
-        "gates stay in place",
+        "gates stay in place", "the next row's adapter",
     ],
 )  # fmt: skip
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:
@@ -247,6 +248,7 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
 
 
 PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_blocks.h"
+ADDED = "kernels/linear_adapters.h"
 
 
 @needs_nvcc
@@ -264,11 +266,17 @@ PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_blocks.h"
         (PRODUCTS, "in_memory(memory + number)", "in_memory(memory)"),
         (ADAPTERS, "chosen[i % 2] == adapter ?", "true ?"),
         (ADAPTERS, "(part + 1) * of_part, all", "(part + 1) * of_part, all - 1"),
+        (ADAPTERS, "        guess = kNone;\n", ""),
+        (ADAPTERS, "is_ours ? xs[i] : make_uint4(0, 0, 0, 0)", "xs[i]"),
+        (ADDED, "        paged::wait_for_copies<0>();\n", ""),
+        (ADDED, "if (!begins) {", "if (false) {"),
     ],
     ids=[
         "nothing is waited for", "one warp releases", "released under way", "added to what was",
         "the first columns", "one part", "half of the parts", "one memory for all threads",
         "another row's adapter", "columns without an adapter",
+        "a guess for all rows", "the last columns again", "copies are under way",
+        "only the first adapters",
     ],
 )  # fmt: skip
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str, str]) -> None:

@@ -390,6 +390,23 @@ def test_blocks_for_adapters_leave_room_for_the_others() -> None:
     assert launch["grid"] == (264, 1, 1)
 
 
+@pytest.mark.parametrize(("n", "num_blocks"), [(4096, 0), (3968, 8)])
+def test_a_product_of_32_clusters_does_the_work_of_the_blocks_in_front(
+    n: int, num_blocks: int
+) -> None:
+    """GPCs have room for 32 clusters of eight blocks, where 264 single ones run."""
+    k, rows = 8192, 32
+    layer = weight_of(n, k)
+    slots, a, b = (mx.zeros(rows, mx.int32), *(mx.zeros((2, 16, s), mx.bfloat16) for s in (k, n)))
+    mx.eval(slots, a, b)
+    [launch] = launches_of(lambda x: [ops.lora(layer(x), x, slots, a, b)], rows, k, "wgmma")
+    params = params_of(launch)
+    # Eight parts of the columns; units of eight rows, or of all in one cluster.
+    expected = [32, 8, 0] if num_blocks == 0 else [8, 32, 8]
+    assert [params[name] for name in ("num_units", "rows_of_unit", "num_blocks")] == expected
+    assert launch["grid"] == (256, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("tma", "rank", "rows"), [("none", 8, 32), ("wgmma", 12, 32), ("wgmma", 8, 65)]
 )

@@ -15,7 +15,7 @@ namespace mlx_paged::cuda {
 
 template <typename T>
 struct AdapterOperands {
-  float* hidden;                  // x @ a.T: [targets, rows, kAdapterParts, rank]
+  float* hidden;                  // x @ a.T: [targets, rows, adapter_parts(k), rank]
   const int* adapters;            // [rows]; no adapter if outside of [0, count)
   unsigned int* finished;         // the count of FinishedBlocks
   const T* a[kLinearMaxWeights];  // [count, rank, k] for each target
@@ -56,7 +56,16 @@ struct AddedAdapters {
   int tile;
   int rank_of_block;  // in the cluster
   int num_ranks;
+  unsigned int ids = 0;  // address of the rows' adapters in shared memory; 0: not there yet
   int this_thread = thread_of_block();
+
+  // Copies the rows' adapters to shared memory, kAdapterIdBytes. Called by a warp.
+  __device__ __forceinline__ void keep_adapters(unsigned int to) const {
+#pragma unroll
+    for (int i = 0; i < kLinearMaxRows; i += 32) {
+      store_shared_word(to + (i + this_thread % 32) * 4, adapter_of(i + this_thread % 32));
+    }
+  }
 
   // Prefetches the tile's columns of b. A step may still compute `adapters`; a wrong prefetch does
   // no harm. Called by whole warps, the first `num_warps` of the block.
@@ -78,19 +87,35 @@ struct AddedAdapters {
     });
   }
 
+  // Starts to copy what add() needs first to `memory`, kBytes of shared memory, after the grid's
+  // first blocks. Called by all threads.
+  __device__ __forceinline__ void begin(unsigned int memory) const {
+    bool begins = true;
+    for_some([&](int first, unsigned int some) {
+      if (begins) {
+        copy_matrices(memory + kHiddenBytes, first, some, 0);
+        stage_hidden(memory, 0);
+      }
+      begins = false;
+    });
+  }
+
   // Adds to `results`, [row of x][row of the tile] with `pitch` floats between rows, which warps
-  // may have written since the last barrier. `memory`: address of kBytes of shared memory. Called
-  // by all threads.
+  // may have written since the last barrier. Called by all threads, after begin().
   __device__ __forceinline__ void add(float* results, int pitch, unsigned int memory) const {
     const unsigned int slots = memory + kHiddenBytes;
+    bool begins = true;
     for (int rank = 0; rank < params.adapters.rank; rank += kRanks) {
       for_some([&](int first, unsigned int some) {
-        copy_matrices(slots, first, some, rank);
-        stage_hidden(memory, rank);
+        if (!begins) {
+          __syncthreads();  // The shared memory has been read.
+          copy_matrices(slots, first, some, rank);
+          stage_hidden(memory, rank);
+        }
+        begins = false;
         paged::wait_for_copies<0>();
         __syncthreads();
         multiply(results, pitch, memory, first, some);
-        __syncthreads();  // The shared memory has been read.
       });
     }
   }
@@ -134,6 +159,9 @@ struct AddedAdapters {
 
   // The adapter of a row of x; -1: none.
   __device__ __forceinline__ int adapter_of(int at) const {
+    if (ids != 0) {
+      return int(load_shared_word(ids + at * 4));
+    }
     const int adapter = at < params.num_rows ? operands.adapters[at] : -1;
     return adapter >= 0 && adapter < params.adapters.count ? adapter : -1;
   }
@@ -212,24 +240,10 @@ struct AddedAdapters {
       const bool is_second = i >= kRowsOfX * kFours;
       const int target = is_second && !params.is_gated ? -1 : target_of(is_second ? 1 : which);
       const bool exists = target >= 0 && at < params.num_rows && rank < params.adapters.rank;
-      const size_t first_part = size_t(target * params.num_rows + at) * kAdapterParts;
+      const size_t first_part = size_t(target * params.num_rows + at) * adapter_parts(params.k);
       from[j] = exists ? operands.hidden + first_part * params.adapters.rank + rank : nullptr;
     }
-    float4 parts[kAdapterParts][kItemsOfThread];
-#pragma unroll
-    for (int p = 0; p < kAdapterParts; p++) {
-#pragma unroll
-      for (int j = 0; j < kItemsOfThread; j++) {
-        const float* of_part = from[j] + p * params.adapters.rank;
-        parts[p][j] = from[j] ? *reinterpret_cast<const float4*>(of_part)
-                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kItemsOfThread; j++) {
-      static_assert(kAdapterParts == 4);
-      sums[j] = sum_of(sum_of(parts[0][j], parts[1][j]), sum_of(parts[2][j], parts[3][j]));
-    }
+    add_parts(sums, from);
 #pragma unroll
     for (int j = 0; j < kItemsOfThread; j++) {
       const int i = this_thread + 32 * WARPS * j;
@@ -237,6 +251,41 @@ struct AddedAdapters {
         stage_pair(memory + 16 * i, sums[j].x, sums[j].y);
         stage_pair(memory + 16 * i + 8, sums[j].z, sums[j].w);
       }
+    }
+  }
+
+  // Adds the parts of hidden values pairwise, as a tree.
+  template <int COUNT>
+  __device__ __forceinline__ void add_parts(
+      float4 (&sums)[COUNT], const float* const (&from)[COUNT]) const {
+    static_assert(kAdapterParts == 4 && kAdapterMaxParts == 8);
+    add_four_parts(sums, from, 0);
+    if (adapter_parts(params.k) == kAdapterMaxParts) {
+      float4 more[COUNT];
+      add_four_parts(more, from, kAdapterParts);
+#pragma unroll
+      for (int j = 0; j < COUNT; j++) {
+        sums[j] = sum_of(sums[j], more[j]);
+      }
+    }
+  }
+
+  template <int COUNT>
+  __device__ __forceinline__ void add_four_parts(
+      float4 (&sums)[COUNT], const float* const (&from)[COUNT], int first) const {
+    float4 parts[4][COUNT];
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+#pragma unroll
+      for (int j = 0; j < COUNT; j++) {
+        const float* of_part = from[j] + (first + p) * params.adapters.rank;
+        parts[p][j] = from[j] ? *reinterpret_cast<const float4*>(of_part)
+                              : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+      sums[j] = sum_of(sum_of(parts[0][j], parts[1][j]), sum_of(parts[2][j], parts[3][j]));
     }
   }
 

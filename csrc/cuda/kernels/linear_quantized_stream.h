@@ -503,10 +503,17 @@ struct QuantizedStream {
 #endif
 
   // Stores the block's sums, added over both warps of each pair, as [row of x][row of the weight]
-  // in the ring's memory, which has been read by now. Called by all threads.
-  __device__ __forceinline__ float* store(unsigned char* shared, const Sums& sums) const {
+  // in the ring's memory, which has been read by now. Calls `begin()` once it has been. Called by
+  // all threads.
+  template <typename Begin>
+  __device__ __forceinline__ float* store(
+      unsigned char* shared, const Sums& sums, Begin begin) const {
     __syncthreads();  // The ring has been read.
     paged::wait_for_kernel_before();
+    constexpr bool kBeginsFirst = TILES <= 4;  // as registers allow
+    if constexpr (kBeginsFirst) {
+      begin();
+    }
     float* results = reinterpret_cast<float*>(shared);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
@@ -530,29 +537,31 @@ struct QuantizedStream {
       }
       __syncthreads();
     }
+    if constexpr (!kBeginsFirst) {
+      begin();
+    }
     return results;
   }
 
   // multiply() by the consumer warps, then store(). Called by all threads.
-  __device__ __forceinline__ float* multiply_and_store(unsigned char* shared) const {
+  template <typename Begin>
+  __device__ __forceinline__ float* multiply_and_store(unsigned char* shared, Begin begin) const {
     Sums sums = {};
     const int warp = threadIdx.x / 32;
     if (warp < kMultipliers) {
       multiply(sums, first_row(), warp / 4, threadIdx.x % 32);
     }
-    return store(shared, sums);
+    return store(shared, sums, begin);
   }
 
-  // Multiplies x by the adapters' `a`, if this is one of the grid's first blocks, and
-  // returns true. Called by all threads.
+  // Multiplies x by the adapters' `a` where this block has a unit of that work. Returns true if it
+  // has no other work. `sums`: shared memory for 16 bytes of each multiplying thread. Called by all
+  // threads.
   __device__ __forceinline__ static bool multiply_adapters(
       const T* x, const LinearParams& params, const AdapterOperands<T>& operands,
-      unsigned char* shared) {
-    if (int(blockIdx.x) >= params.adapters.num_blocks) {
-      return false;
-    }
+      unsigned char* sums) {
     AdapterBlock<T, kMultipliers>(params, operands)
-        .run(x, reinterpret_cast<float4*>(shared), [&](const T* row, int chunk) {
+        .run(x, reinterpret_cast<float4*>(sums), [&](const T* row, int chunk) {
           if constexpr (WGMMA) {
             constexpr CodeOrder kOrder = code_order(BITS, GROUP);
             if (params.x_is_ordered) {
@@ -561,7 +570,7 @@ struct QuantizedStream {
           }
           return load_x(row + 8 * chunk);
         });
-    return true;
+    return int(blockIdx.x) < params.adapters.num_blocks;
   }
 
   // Waits for the grid's first blocks. Called by one thread, before store().
@@ -577,11 +586,34 @@ struct QuantizedStream {
     return {params, operands, which, tile_of_weight, rank, num_ranks};
   }
 
+  static constexpr int kAdapterIds = kShape.scratch - kAdapterIdBytes;
+
+  // Prefetches what adapters need, and has one warp keep the rows' adapters.
   __device__ __forceinline__ void fetch_adapters(
       const LinearParams& params, const AdapterOperands<T>& operands) const {
     const int warp = threadIdx.x / 32;
     if (params.adapters.count > 0 && warp < kMultipliers) {
-      adapters_of(params, operands).fetch(warp, kMultipliers);
+      const Adapters adapters = adapters_of(params, operands);
+      adapters.fetch(warp, kMultipliers);
+      if (warp == 1) {
+        paged::wait_for_kernel_before();
+        adapters.keep_adapters(stages + kAdapterIds);
+      }
+    }
+  }
+
+  // The adapters after fetch_adapters() and a barrier.
+  __device__ __forceinline__ Adapters
+  kept_adapters(const LinearParams& params, const AdapterOperands<T>& operands) const {
+    Adapters adapters = adapters_of(params, operands);
+    adapters.ids = stages + kAdapterIds;
+    return adapters;
+  }
+
+  __device__ __forceinline__ void begin_adapters(
+      const LinearParams& params, const AdapterOperands<T>& operands) const {
+    if (params.adapters.count > 0) {
+      kept_adapters(params, operands).begin(stages + kResultBytes);
     }
   }
 
@@ -592,7 +624,7 @@ struct QuantizedStream {
       const int* slots, float* results) const {
     static_assert(kResultBytes + Adapters::kBytes <= kShape.barriers);
     if (params.adapters.count > 0) {
-      adapters_of(params, adapters).add(results, kQuantizedStreamPitch, stages + kResultBytes);
+      kept_adapters(params, adapters).add(results, kQuantizedStreamPitch, stages + kResultBytes);
     }
     cluster_barrier();
     finish_rows<T, kRows, kRows>(
@@ -672,7 +704,8 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
-  if (Stream::multiply_adapters(x, params, adapter_operands, shared)) {
+  if (int(blockIdx.x) < params.adapters.num_blocks &&
+      Stream::multiply_adapters(x, params, adapter_operands, shared)) {
     return;
   }
   const Stream stream(params, paged::shared_address(shared));
@@ -690,7 +723,8 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
         });
     Stream::wait_for_adapters(params, adapter_operands);
   }
-  float* results = stream.multiply_and_store(shared);
+  float* results =
+      stream.multiply_and_store(shared, [&] { stream.begin_adapters(params, adapter_operands); });
   stream.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }
@@ -706,7 +740,8 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
-  if (Stream::multiply_adapters(x, params, adapter_operands, shared)) {
+  if (int(blockIdx.x) < params.adapters.num_blocks &&
+      Stream::multiply_adapters(x, params, adapter_operands, shared)) {
     return;
   }
   const Stream stream(params, paged::shared_address(shared));
@@ -725,6 +760,10 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
         copy_x);
   }
   stream.fetch_adapters(params, adapter_operands);
+  if (TILES <= kAdapterUnitTiles && int(blockIdx.x) < params.adapters.num_units) {
+    // There are no blocks for units alone. The ring fills meanwhile.
+    Stream::multiply_adapters(x, params, adapter_operands, shared + Stream::kShape.scratch);
+  }
   const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
   typename Stream::Sums sums = {};
   stream.multiply_together(
@@ -736,9 +775,9 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
   if (threadIdx.x == 0) {
     Stream::wait_for_adapters(params, adapter_operands);
   }
-  float* results = stream.store(shared, sums);
   // Recomputed here so that it holds no registers during the products.
   const Stream same(params, paged::shared_address(shared));
+  float* results = same.store(shared, sums, [&] { same.begin_adapters(params, adapter_operands); });
   same.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }

@@ -291,8 +291,9 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
     store_sums(results, sums, warp, lane);
   }
   if (params.adapters.count > 0) {
-    Adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks}.add(
-        results, kStreamPitch, tiles + kResultBytes);
+    const Adapters adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks};
+    adapters.begin(tiles + kResultBytes);
+    adapters.add(results, kStreamPitch, tiles + kResultBytes);
   }
   cluster_barrier();
 

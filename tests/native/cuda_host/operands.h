@@ -177,8 +177,9 @@ struct TestAdapters {
     return found;
   }
 
-  // Params of a launch, whose results it will not have written yet.
-  mlx_paged::cuda::LinearAdapters params(int rows, int cluster) {
+  // Params of a launch, whose results it will not have written yet. `in_blocks`: its own blocks
+  // compute the units.
+  mlx_paged::cuda::LinearAdapters params(int rows, int cluster, bool in_blocks = false) {
     using namespace mlx_paged::cuda;
     LinearAdapters params{kCount, rank, 0, cluster * kAdapterRows, 0, {-1, -1, -1}};
     int targets = int(std::count(changed.begin(), changed.end(), true));
@@ -187,9 +188,9 @@ struct TestAdapters {
     }
     int row_tiles = (rows + params.rows_of_unit - 1) / params.rows_of_unit;
     int rank_tiles = (rank + kAdapterRanks - 1) / kAdapterRanks;
-    params.num_units = kAdapterParts * row_tiles * rank_tiles * targets;
-    params.num_blocks = (params.num_units + cluster - 1) / cluster * cluster;
-    hidden.assign(size_t(targets) * rows * kAdapterParts * rank, NAN);
+    params.num_units = adapter_parts(k) * row_tiles * rank_tiles * targets;
+    params.num_blocks = in_blocks ? 0 : (params.num_units + cluster - 1) / cluster * cluster;
+    hidden.assign(size_t(targets) * rows * adapter_parts(k) * rank, NAN);
     return params;
   }
 

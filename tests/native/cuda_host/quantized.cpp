@@ -90,10 +90,11 @@ struct Case {
   Kind kind;
   int rows;
   int tiles;
-  int cluster;           // blocks of linear_quantized_stream's; 0: linear_quantized
-  bool extras;           // biases and a residual
-  bool wgmma = false;    // products of four warps
-  bool ordered = false;  // x and the results of gates are in the order of codes
+  int cluster;             // blocks of linear_quantized_stream's; 0: linear_quantized
+  bool extras;             // biases and a residual
+  bool wgmma = false;      // products of four warps
+  bool ordered = false;    // x and the results of gates are in the order of codes
+  bool in_blocks = false;  // the product's blocks also compute the adapters' units
 };
 
 template <typename T, CodeFormat FORMAT, int BITS, int GROUP>
@@ -173,7 +174,7 @@ struct Product {
     p.has_residual = kind != Kind::heads && c.extras;
     p.head_dim = kind == Kind::heads ? kHead : 0;
     if (adapters) {
-      p.adapters = adapters->params(c.rows, c.cluster);
+      p.adapters = adapters->params(c.rows, c.cluster, c.in_blocks);
     }
     auto a = [&](int target) { return adapters ? adapters->first_matrix(target) : nullptr; };
     auto b = [&](size_t i) {
@@ -219,6 +220,7 @@ struct Product {
       QuantizedMaps maps = maps_of(c);
       int threads = c.wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads;
       int scratch = quantized_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
+      scratch += c.in_blocks ? kAdapterSumBytes : 0;
       int x = p.adapters.num_blocks + blocks * c.cluster;
       int y = (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
       fibers::run_grid(x, y, threads, scratch, c.cluster, [&] {
@@ -414,6 +416,17 @@ void test(bool all) {
           7 * 72, name + ", gated, adapters");
       h.adapters.emplace(rng, 16, 512, std::vector{192, 64, 64}, std::vector{true, false, true});
       h.run({Kind::heads, 61, 8, 2, extras, true, true}, name + ", heads, adapters");
+      // All units in the first cluster, since clusters run one after another here.
+      Product<T, FORMAT, BITS, GROUP> w(rng, Kind::plain, {136}, 1024);
+      w.adapters.emplace(rng, 32, 1024, std::vector{136}, std::vector{true});
+      for (bool ordered : {false, true}) {
+        Case alone{Kind::plain, 29, 4, 8, extras, true, ordered};
+        Case in_blocks = alone;
+        in_blocks.in_blocks = true;
+        same(
+            w.run(alone, name + ", adapters"), w.run(in_blocks, name + ", adapters in blocks"),
+            29 * 136, name + ", adapters in blocks");
+      }
     }
   }
   {

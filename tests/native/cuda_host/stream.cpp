@@ -237,7 +237,7 @@ void test_adapters() {
     p.adapters.emplace(rng, rank, k, ns, changed);
     auto few = p.run(7, 1, 2);
     auto many = p.run(45, 8, 1);
-    auto wgmma = p.run(45, 8, 4, true);
+    auto wgmma = p.run(45, 8, 8, true);  // units of all rows
     for (size_t w = 0; w < (kind == Kind::gated ? 1 : ns.size()); w++) {
       same(many[w], wgmma[w], 45 * ns[w], "adapters, by four warps");
       for (int at = 0; at < 45; at++) {

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
 // Stands in for csrc/cuda/kernels/finished_blocks.h where kernels run on the CPU, one cluster after
-// another: blocks that are waited for have finished before.
+// another: blocks that are waited for have finished before, or belong to the same cluster.
 
 #pragma once
 
@@ -19,7 +19,10 @@ struct FinishedBlocks {
   void add() const { increment(); }
 
   void wait() const {
-    fibers::require(int(std::atomic_ref(*count)) >= num_first, "the first blocks have finished");
+    while (int(std::atomic_ref(*count)) < num_first) {
+      fibers::require(blockIdx.x < num_first, "the first blocks have finished");
+      fibers::yield();
+    }
     increment();
   }
 
