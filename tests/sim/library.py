@@ -197,9 +197,9 @@ class SimLibrary:
         digest = hashlib.sha256((toolchain.sources_hash() + text + entries + repr(names)).encode())
         key = digest.hexdigest()[:32]
         library, tables = toolchain.CACHE / f"{key}.so", toolchain.CACHE / f"{key}.json"
-        if not (library.exists() and tables.exists()):
-            toolchain.make_cache()
-            self._build(entries, names, library, tables)
+        with toolchain.makes(tables) as is_missing:  # which is written last
+            if is_missing:
+                self._build(entries, names, library, tables)
         return _Unit(library, json.loads(tables.read_text()))
 
     def _build(self, entries: str, names: list[str], library: Path, tables: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from . import Buffer, SimLibrary, abi, launcher, missing
+from . import Buffer, SimLibrary, abi, launcher, missing, toolchain
 from .toolchain import INTERFACE, cxx
 
 
@@ -43,6 +44,18 @@ def test_ctypes_sees_the_structures_of_the_header(tmp_path) -> None:
     subprocess.run([str(cxx()), "-o", str(program), str(source)], check=True)
     run = subprocess.run([str(program)], check=True, capture_output=True, text=True)
     assert run.stdout.split("\n")[:-1] == expected
+
+
+def test_others_wait_for_what_one_process_makes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(toolchain, "CACHE", tmp_path)
+    target = tmp_path / "kernels.so"
+    with toolchain.makes(target) as is_missing, open(tmp_path / "kernels.so.lock") as other:
+        assert is_missing
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        target.touch()
+    with toolchain.makes(target) as is_missing:
+        assert not is_missing
 
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))

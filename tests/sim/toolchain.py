@@ -3,6 +3,8 @@ the machine's C++ compiler for the simulator itself."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -138,11 +141,11 @@ def _front_end() -> list[str]:
 def _precompiled(translated: str) -> Path:
     digest = hashlib.sha256((sources_hash() + translated).encode()).hexdigest()[:32]
     target = CACHE / f"{digest}.pch"
-    if not target.exists():
-        make_cache()
-        partial = target.with_suffix(f".{os.getpid()}")
-        run([*_front_end(), *PRECOMPILE_FLAGS, "-o", str(partial), "-"], translated)
-        os.replace(partial, target)
+    with makes(target) as is_missing:
+        if is_missing:
+            partial = target.with_suffix(f".{os.getpid()}")
+            run([*_front_end(), *PRECOMPILE_FLAGS, "-o", str(partial), "-"], translated)
+            os.replace(partial, target)
     return target
 
 
@@ -191,28 +194,30 @@ def _runtime() -> list[str]:
     sources = sorted((HERE / "runtime").iterdir())
     digest = hashlib.sha256(repr(_cxx_flags()).encode() + b"".join(p.read_bytes() for p in sources))
     folder = CACHE / f"runtime-{digest.hexdigest()[:16]}"
-    objects = []
-    for source in sorted((HERE / "runtime").glob("*.cpp")):
-        target = folder / f"{source.stem}.o"
-        if not target.exists():
-            make_cache()
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = target.with_suffix(f".{os.getpid()}")
-            run(
-                [
-                    str(cxx()),
-                    *_cxx_flags(),
-                    "-Wall",
-                    "-Wextra",
-                    "-c",
-                    str(source),
-                    "-o",
-                    str(partial),
-                ]
-            )
-            os.replace(partial, target)
-        objects.append(str(target))
-    return objects
+    with makes(folder) as is_missing:
+        if is_missing:
+            partial = folder.with_suffix(f".{os.getpid()}")
+            partial.mkdir()
+            for source in sources:
+                if source.suffix == ".cpp":
+                    target = partial / f"{source.stem}.o"
+                    options = ("-Wall", "-Wextra", "-c", str(source), "-o", str(target))
+                    run([str(cxx()), *_cxx_flags(), *options])
+            os.replace(partial, folder)
+    return sorted(map(str, folder.glob("*.o")))
+
+
+@contextlib.contextmanager
+def makes(target: Path) -> Iterator[bool]:
+    """True if a file of the cache must be made. Processes that need it meanwhile wait for it:
+    workers and their children run the same kernels at the same time."""
+    if target.exists():
+        yield False
+        return
+    make_cache()
+    with open(CACHE / f"{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process ends
+        yield not target.exists()
 
 
 def make_cache() -> None:
