@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.example_programs import EXAMPLES, command, run, run_cli
+from support.example_programs import EXAMPLES, command, run, run_cli, run_here
 from support.server_helpers import until
 
 from mlx_paged.demo.real_model import real_model_path
@@ -48,7 +48,7 @@ def test_streaming(tmp_path) -> None:
 
 
 def test_structured_output(tmp_path) -> None:
-    person, date, choice = run("structured_output.py", folder=tmp_path).splitlines()
+    person, date, choice = run_here("structured_output.py", folder=tmp_path).splitlines()
     assert re.fullmatch(r"name='.{0,30}' born=[12]\d{3}", person)
     assert re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d", date)
     assert choice in ("yes", "no")
@@ -59,13 +59,13 @@ def test_structured_output_of_a_real_model(tmp_path) -> None:
         model = real_model_path()
     except DownloadError as error:
         pytest.skip(str(error))
-    person, date, choice = run("structured_output.py", model, folder=tmp_path).splitlines()
+    person, date, choice = run_here("structured_output.py", model, folder=tmp_path).splitlines()
     assert person.startswith("name='Ada Lovelace'")
     assert (date, choice) == ("2026-12-25", "yes")
 
 
 def test_pictures(tmp_path) -> None:
-    assert run("pictures.py", folder=tmp_path).splitlines() == [
+    assert run_here("pictures.py", folder=tmp_path).splitlines() == [
         "How many squares are there? There are two squares.",
         "What color is the circle? Blue.",
         "What is in this picture? Two red squares and a blue circle.",
@@ -74,7 +74,7 @@ def test_pictures(tmp_path) -> None:
 
 
 def test_video(tmp_path) -> None:
-    assert run("video.py", folder=tmp_path).splitlines() == [
+    assert run_here("video.py", folder=tmp_path).splitlines() == [
         " 0.0 s  A red circle.",
         " 1.0 s  A red circle.",
         " 2.0 s  A blue square.",
@@ -83,7 +83,7 @@ def test_video(tmp_path) -> None:
 
 
 def test_prefix_sharing(tmp_path) -> None:
-    *table, last = run("prefix_sharing.py", folder=tmp_path).splitlines()
+    *table, last = run_here("prefix_sharing.py", folder=tmp_path).splitlines()
     rows = [re.findall(r"\d+", row.partition("ms")[0]) for row in table[1:]]
     (prompt, cached, computed, first), second, third = ([*map(int, row)] for row in rows)
     assert cached == 0 and computed == prompt > 800
@@ -93,7 +93,7 @@ def test_prefix_sharing(tmp_path) -> None:
 
 
 def test_quantized_kv(tmp_path) -> None:
-    auto, int8, same, agreed = run("quantized_kv.py", folder=tmp_path).splitlines()
+    auto, int8, same, agreed = run_here("quantized_kv.py", folder=tmp_path).splitlines()
     tokens = [int(line.split()[1].replace(",", "")) for line in (auto, int8)]
     assert tokens[1] > 1.7 * tokens[0]
     assert 6 <= int(same.split()[0]) <= int(same.split()[2]) == 12
@@ -110,7 +110,7 @@ def test_drop_in(tmp_path) -> None:
 
 
 def test_lora(tmp_path) -> None:
-    lines = run("lora.py", folder=tmp_path).splitlines()
+    lines = run_here("lora.py", folder=tmp_path).splitlines()
     before, after = (
         dict(re.findall(rf"^{title}: (.*\?) '(.*)'$", "\n".join(lines), re.MULTILINE))
         for title in ("before", "after")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from support.example_programs import EXAMPLES, commands, run_cli, run_client, serve_options
+from support.example_programs import EXAMPLES, commands, run_cli, run_here, serve_options
 from support.server_helpers import process
 
 CHATS = ("openai_chat.py", "anthropic_chat.py", "structured_output_api.py", "tools.py", "batch.py")
@@ -34,7 +34,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def run_with(url: str, name: str, folder: Path) -> str:
-    return run_client(name, folder, OPENAI_BASE_URL=f"{url}/v1", ANTHROPIC_BASE_URL=url)
+    return run_here(name, folder=folder, OPENAI_BASE_URL=f"{url}/v1", ANTHROPIC_BASE_URL=url)
 
 
 def test_openai_chat(url, tmp_path) -> None:

@@ -50,18 +50,19 @@ def run(name: str, *arguments: str | Path, folder: Path, **environment: str) -> 
     return _run([sys.executable, *command(name, "python"), *arguments], folder, environment)
 
 
-def run_client(name: str, folder: Path, **environment: str) -> str:
-    """Like `run`, in this process, for clients of a server: to start Python and to import their
-    packages takes longer than they do."""
+def run_here(name: str, *arguments: str | Path, folder: Path, **environment: str) -> str:
+    """Like `run`, in this process: starting Python and importing packages takes longer than most
+    examples do."""
     _link_examples(folder)
     out = io.StringIO()
+    argv = [*command(name, "python"), *map(str, arguments)]
     with (
         mock.patch.dict(os.environ, environment),
-        mock.patch.object(sys, "argv", command(name, "python")),
+        mock.patch.object(sys, "argv", argv),
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
     ):
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        runpy.run_path(argv[0], run_name="__main__")
     return out.getvalue()
 
 
