@@ -202,6 +202,28 @@ def test_a_long_prompt_gets_whole_steps_while_it_is_alone():
         e.run()
 
 
+def test_a_prompt_beside_decodes_alone_gets_small_chunks():
+    """Larger ones would only delay the decodes; where other prompts wait, they pass sooner."""
+    engine = make(num_blocks=8000, max_num_batched_tokens=8192)
+    engine.scheduler.add(request("answer", [1, 2, 3], 5))
+    engine.step()
+    engine.scheduler.add(request("long", list(range(5000)), 1))
+    engine.step()
+    engine.step()
+    assert rows(engine) == [("answer", 1), ("long", 1024)]
+    engine.scheduler.add(request("longer", list(range(6000, 11500)), 1))
+    engine.step()
+    assert rows(engine) == [("answer", 1), ("long", 2952), ("longer", 4096)]
+    own = make(num_blocks=8000, max_num_batched_tokens=8192, long_prefill_token_threshold=2048)
+    own.scheduler.add(request("answer", [1, 2, 3], 5))
+    own.step()
+    own.scheduler.add(request("long", list(range(5000)), 1))
+    own.step()
+    assert rows(own) == [("answer", 1), ("long", 2048)]
+    for e in (engine, own):
+        e.run()
+
+
 def test_short_prompts_beyond_half_of_a_step_leave_the_rest_to_a_long_one():
     engine = make(max_num_batched_tokens=16, long_prefill_token_threshold=12)
     for name, length in [("a", 7), ("b", 7), ("long", 100)]:
