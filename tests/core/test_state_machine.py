@@ -1,6 +1,6 @@
 """Random operations on store and scheduler against naive models; all books checked each time.
 
-`MLX_PAGED_STATE_OPS` sets the number of operations of each machine (default: three thousand, the
+`MLX_PAGED_STATE_OPS` sets the number of operations of each machine (default: 1,500, the
 same every time; a larger number explores at random).
 """
 
@@ -46,7 +46,7 @@ from mlx_paged.core.admission import MAX_PARKED_TOKENS, PARKING_COST
 from mlx_paged.core.media import MediaIds
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
 
-NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "3000"))
+NUM_OPS = int(os.environ.get("MLX_PAGED_STATE_OPS", "1500"))
 OPS_PER_RUN = 50
 RUNS_PER_ROUND = 1000  # hypothesis remembers every run of a round
 NUM_RUNS = max(1, NUM_OPS // OPS_PER_RUN)

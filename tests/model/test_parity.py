@@ -1,4 +1,4 @@
-"""A hundred prompts of mixed lengths: the engine's tokens are the dense path's, however it runs.
+"""Sixty prompts of mixed lengths: the engine's tokens are the dense path's, however it runs.
 
 Half of the answers are greedy, half are seeded, side by side; the batch, the chunks, the cache and
 the pool's size change.
@@ -17,10 +17,8 @@ from support.models import dense_greedy, embedded, embedded_twin
 from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
 
-# 200 with MLX_PAGED_PARITY_PROMPTS. The kinds of prompts repeat after 60: by default no others are
-# compared with the dense path, which takes more time than all runs.
-NUM_PROMPTS = int(os.environ.get("MLX_PAGED_PARITY_PROMPTS", "100"))
-NUM_DENSE = NUM_PROMPTS if "MLX_PAGED_PARITY_PROMPTS" in os.environ else 60
+# The kinds of prompts repeat after 60.
+NUM_PROMPTS = int(os.environ.get("MLX_PAGED_PARITY_PROMPTS", "60"))
 NUM_TOKENS = 6
 
 
@@ -105,7 +103,7 @@ def one_at_a_time() -> list[list[int]]:
 
 
 def test_greedy_tokens_of_each_prompt_alone_are_those_of_the_dense_path() -> None:
-    for i in filter(greedy, range(NUM_DENSE)):
+    for i in filter(greedy, range(NUM_PROMPTS)):
         assert one_at_a_time()[i] == dense_greedy(prompts()[i], NUM_TOKENS), i
 
 

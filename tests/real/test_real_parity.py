@@ -16,7 +16,8 @@ import mlx.core as mx
 from mlx_paged import LLM, RequestOutput, SamplingParams
 from mlx_paged.engine.config import DEFAULT_STEP_TOKENS
 
-GREEDY = SamplingParams(temperature=0, max_tokens=32)
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+NUM_TOKENS = 160  # of each text
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -37,7 +38,7 @@ def test_it_answers(answers: list[RequestOutput]) -> None:
 
 def test_every_token_is_mlx_lms(answers: list[RequestOutput], dense: Any) -> None:
     # Greedy answers are equal if each token is the likeliest after mlx-lm has read those before.
-    for answer in answers:
+    for answer in answers[1::2]:
         prompt, tokens = answer.prompt_token_ids, list(answer.outputs[0].token_ids)
         logits = dense_logits(dense, [*prompt, *tokens[:-1]], len(prompt) - 1)
         assert tokens == logits.argmax(axis=-1).tolist(), answer.outputs[0].text
@@ -48,7 +49,7 @@ def test_mlx_lms_own_loop_gives_the_same_answer(
 ) -> None:
     prompt = mx.array(answers[0].prompt_token_ids)
     caches = plain_caches(dense)
-    steps = generate_step(prompt, dense, max_tokens=32, prompt_cache=caches)
+    steps = generate_step(prompt, dense, max_tokens=24, prompt_cache=caches)
     found = []
     for token, _ in steps:
         found.append(int(token))
@@ -60,7 +61,7 @@ def test_mlx_lms_own_loop_gives_the_same_answer(
 def test_a_chat_alone_has_the_tokens_that_it_has_in_a_batch(
     answers: list[RequestOutput], llm: LLM
 ) -> None:
-    for conversation, expected in zip(CONVERSATIONS, tokens_of(answers)):
+    for conversation, expected in list(zip(CONVERSATIONS, tokens_of(answers)))[::2]:
         llm.engine.reset_prefix_cache()
         assert tokens_of(llm.chat([conversation], GREEDY)) == [expected]
 
@@ -101,7 +102,8 @@ def test_a_second_turn_reads_the_first_from_the_cache(llm: LLM, dense: Any) -> N
 
 
 def test_log_probabilities_are_mlx_lms(llm: LLM, dense: Any) -> None:
-    for tokens in texts(llm.tokenizer):
+    for text in texts(llm.tokenizer):
+        tokens = text[:NUM_TOKENS]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         [output] = llm.generate([tokens], params)
         assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
