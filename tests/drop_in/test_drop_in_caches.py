@@ -379,6 +379,7 @@ def test_a_model_can_be_copied_after_use(model) -> None:
 # --- At random ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lives_of_caches(seed) -> None:
     """Forks, trims, writes, generation and deaths, each against a cache of mlx-lm's own."""

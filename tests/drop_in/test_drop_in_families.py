@@ -51,7 +51,7 @@ def model(module: str) -> Iterator[nn.Module]:
         yield family_model(config_of(module))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("module", PAGED)
 def test_a_prompt_in_pieces_forks_and_files(module, model, tmp_path) -> None:
     caches = mlx_lm_cache.make_prompt_cache(model)
@@ -84,7 +84,7 @@ def test_a_prompt_in_pieces_forks_and_files(module, model, tmp_path) -> None:
         store.check_integrity()
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("module", PAGED)
 def test_a_batch_and_its_prefixes(module, model) -> None:
     texts = [TEXT[:50], TEXT[:40] + [3] * 9, TEXT[10:15]]

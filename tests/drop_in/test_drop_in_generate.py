@@ -283,6 +283,7 @@ def test_caches_of_a_given_size_are_mlx_lms_own(recwarn) -> None:
     assert not list(recwarn)  # it is what was asked for
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("paged")
 @pytest.mark.parametrize("max_tokens", [12, -1])
 @pytest.mark.parametrize("size", [51, 52, 53, 60])

@@ -89,7 +89,7 @@ def model(models: dict[str, nn.Module], module: str) -> nn.Module:
     return models[module]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("module", RECURRENT)
 def test_answers_of_a_batch_are_those_of_single_runs(module, model, recwarn) -> None:
     with standing_in(module):
@@ -476,7 +476,7 @@ def test_the_server_finds_prompts_again(module, model) -> None:
 # --- Everything -----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("module", ["jamba", "mamba"])
 def test_random_lives(module, model, seed) -> None:

@@ -411,7 +411,7 @@ def test_layers_by_themselves(kind, model) -> None:
 SEEDS = range(int(os.environ.get("MLX_PAGED_WINDOW_SEEDS", "3")))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @plain_kinds
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_lives(kind, model, seed) -> None:

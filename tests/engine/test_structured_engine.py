@@ -371,7 +371,7 @@ def run(engine: Engine) -> list[RequestOutput]:
     raise AssertionError("it does not end")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("overlap", "error"),
     [(True, KeyboardInterrupt), (True, ZeroDivisionError), (False, KeyboardInterrupt)],

@@ -39,7 +39,7 @@ GELU = ("gemma", "gemma2", "gemma3", "phi2", "gpt2", "starcoder2")
 LLAMA_CPP = json.loads((Path(__file__).parents[1] / "data" / "llama_cpp_logits.json").read_text())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_mlx_lm_and_of_llama_cpp(tmp_path: Path, name: str) -> None:
     """llama.cpp's were recorded by `scripts/record_llama_cpp.py`."""

@@ -49,7 +49,7 @@ def tables_of(context_lens: list[int]) -> list[list[int]]:
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 def test_equals_paged_attention(
     context_lens: list[int], query_lens: list[int], dtype: mx.Dtype
 ) -> None:

@@ -86,7 +86,7 @@ class Steps:
         return (PaddedTables(tables, lengths), lens, rows), options
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("place", ["cpu", "gpu", "cuda"])
 @pytest.mark.parametrize(
     ("kind", "has_bounds"),

@@ -50,7 +50,7 @@ def test_every_module_of_mlx_lm_is_proven_or_refused() -> None:
     assert PROVEN.keys() <= CONFIGS.keys() <= modules
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("module", sorted(PROVEN))
 def test_a_mixed_step_matches_the_dense_cache(
     module: str, record_property: Any, monkeypatch: pytest.MonkeyPatch

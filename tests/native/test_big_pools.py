@@ -98,7 +98,7 @@ def test_gather_kv(rng, backend, pools) -> None:
         np.testing.assert_array_equal(to_numpy(out), want)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("rows", "group"), [(1, 1), (1, 6), (9, 1), (20, 1)], ids=["vector", "matrix", "tiles", "many"]
 )

@@ -200,7 +200,7 @@ def test_rows_of_a_quantized_table(rng, dtype, form: Form) -> None:
 EXPERT_FORMS = sorted([DENSE, *FORMS], key=lambda form: form[:2] != ("affine", 4))
 
 
-@pytest.mark.one_in(28)
+@pytest.mark.one_in(56)
 @pytest.mark.parametrize("form", EXPERT_FORMS, ids=form_name)
 def test_experts(rng, form: Form) -> None:
     """Against float64. A row's result has the same bits in any company, and every chosen expert's

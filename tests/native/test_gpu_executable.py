@@ -125,7 +125,7 @@ def test_hidden_states_are_further_outputs(rng) -> None:
     assert len(steps.made) == 2
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "windows"])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_steps_with_quantized_pools(rng, kv_format: str, name: str) -> None:
@@ -226,7 +226,7 @@ def kernels_of(
     return [launch["kernel"] for launch in described]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (16, 2), (17, 4), (60, 8)])
 def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str) -> None:
@@ -506,7 +506,7 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
 # --- Mixtures of experts
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(

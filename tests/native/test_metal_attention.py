@@ -97,7 +97,7 @@ def test_every_group_size(rng, group) -> None:
     check(batch)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("rows", range(2, 9))
 @pytest.mark.parametrize("group", [1, 2, 6])
 def test_drafts_share_each_key(rng, rows, group) -> None:

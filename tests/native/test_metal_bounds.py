@@ -45,7 +45,7 @@ def batch_of(rng, lens: list[int], rows: list[int], spans, **shape) -> PagedBatc
     return make_batch(rng, lens, rows, bounds=spans_of(lens, rows, spans), **shape)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("dims", [(64, 64), (112, 112), (192, 128), (256, 256)], ids=str)
 def test_every_kernel_sees_the_spans(rng, dims, window) -> None:

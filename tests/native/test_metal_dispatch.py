@@ -174,7 +174,7 @@ def test_the_table_is_that_of_the_metal_files() -> None:
     assert sorted(FILES) == sorted(tensor_library().kernels)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @needs_simulator
 @pytest.mark.parametrize("name", sorted({file: host for host, file in FILES.items()}.values()))
 def test_the_text_that_mlx_compiles_is_whole(name) -> None:

@@ -11,7 +11,7 @@ from support.simulated import metal_library, needs_simulator
 pytestmark = needs_simulator
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", list(checks_of("support.metal_checks")))
 def test_the_kernels_pass(name) -> None:
     checks_of("support.metal_checks")[name](metal_library())

@@ -106,7 +106,7 @@ def derived(probe: TemplateProbe, tokens: Sequence[str]) -> tuple[Walker, ToolFo
     return walker, format_of_syntax(derive_syntax(probe), walker.tokenizer.added)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "family",
     [

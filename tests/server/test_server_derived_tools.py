@@ -26,7 +26,7 @@ BODY: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "template",
     [
