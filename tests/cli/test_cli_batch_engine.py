@@ -1,4 +1,4 @@
-"""Batches through the engine, in a process that is interrupted or killed."""
+"""Batches through the engine, also in a process that is interrupted or killed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mlx_paged.cli import batch as batches
+from mlx_paged.cli.entry import status_of
+from mlx_paged.cli.main import app
+from mlx_paged.engine import engine
 
 COMMAND = [sys.executable, "-m", "mlx_paged.cli.main", "generate"]
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -39,6 +44,17 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs the command in this process. Returns status and stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        status = status_of(app, ["generate", *map(str, arguments)])
+        return status, capsys.readouterr().err
+
+    return run
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
@@ -93,7 +109,7 @@ def choices(answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: answer["response"]["body"]["choices"] for name, answer in answers.items()}
 
 
-def test_a_killed_run_is_resumed_with_the_same_results(batch, tmp_path) -> None:
+def test_a_killed_run_is_resumed_with_the_same_results(batch, run, tmp_path) -> None:
     source, output = batch
     status, _, before = interrupt_in_the_middle(batch, signal.SIGKILL)
     assert status == -signal.SIGKILL
@@ -101,32 +117,32 @@ def test_a_killed_run_is_resumed_with_the_same_results(batch, tmp_path) -> None:
     kept = kept[: kept.rindex(b"\n") + 1]
     with output.open("ab") as file:  # as if it had been killed in the middle of a line
         file.write(b'{"id": "batch_req_40_0123')
-    status, _, told = finish(start("-i", source, "-o", output))
+    status, told = run("-i", source, "-o", output)
     assert status == 0, told
     assert "is incomplete" in told and f"{len(before)} of 48 lines are done already" in told
     assert output.read_bytes().startswith(kept), "finished lines are left as they are"
-    status, _, told = finish(start("-i", source, "-o", tmp_path / "uninterrupted"))
+    status, told = run("-i", source, "-o", tmp_path / "uninterrupted")
     assert status == 0, told
     assert choices(read(output)) == choices(read(tmp_path / "uninterrupted"))
     # And once more: there is nothing to do, so no model is loaded.
     done = output.read_bytes()
-    status, _, told = finish(start("-i", source, "-o", output, "--model", "/nowhere"))
+    status, told = run("-i", source, "-o", output, "--model", "/nowhere")
     assert (status, output.read_bytes()) == (0, done), told
 
 
-def test_ctrl_c_leaves_a_whole_file_and_status_130(batch) -> None:
+def test_ctrl_c_leaves_a_whole_file_and_status_130(batch, run) -> None:
     source, output = batch
     status, told, before = interrupt_in_the_middle(batch, signal.SIGINT)
     assert status == 130, told
     assert read(output).keys() == before.keys()
     assert f"{len(before)} of 48 lines are done; run the same command again" in told
     assert "Traceback" not in told
-    status, _, told = finish(start("-i", source, "-o", output))
+    status, told = run("-i", source, "-o", output)
     assert status == 0, told
     assert len(read(output)) == 48
 
 
-def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
+def test_bodies_mean_what_they_mean_to_the_server(run, tmp_path) -> None:
     lines = [
         line("chat", CHAT, messages=ask("Reverse a string"), temperature=0, max_tokens=40),
         line("several", CHAT, messages=ask("Reverse a string"), n=3, seed=1, max_tokens=5),
@@ -144,7 +160,7 @@ def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
     ]
     write(tmp_path / "in", lines)
     names = ["--served-model-name", "mine", "--served-model-name", "other"]
-    status, _, told = finish(start("-i", tmp_path / "in", "-o", tmp_path / "out", *names))
+    status, told = run("-i", tmp_path / "in", "-o", tmp_path / "out", *names)
     assert status == 3, told
     assert "8 lines answered, 5 failed" in told
     found = {name: answer["response"] for name, answer in read(tmp_path / "out").items()}
@@ -172,7 +188,7 @@ def test_bodies_mean_what_they_mean_to_the_server(tmp_path) -> None:
     }
 
 
-def test_lines_are_embedded_scored_and_ranked(tmp_path) -> None:
+def test_lines_are_embedded_scored_and_ranked(run, tmp_path) -> None:
     sides = {"text_1": "import os", "text_2": ["import sys", "class Stack:"]}
     documents = {"query": "import os", "documents": ["class Stack:", "import os"]}
     lines = [line("vectors", "/v1/embeddings", input=["a", "b"], encoding_format="base64")]
@@ -180,9 +196,7 @@ def test_lines_are_embedded_scored_and_ranked(tmp_path) -> None:
     lines += [line(url, url, **documents) for url in ("/rerank", "/v1/rerank", "/v2/rerank")]
     lines += [line("chat", CHAT, messages=ask("x"))]
     write(tmp_path / "in", lines)
-    status, _, told = finish(
-        start("-i", tmp_path / "in", "-o", tmp_path / "out", "--runner", "pooling")
-    )
+    status, told = run("-i", tmp_path / "in", "-o", tmp_path / "out", "--runner", "pooling")
     assert status == 3 and "6 lines answered, 1 failed" in told, told
     found = {name: answer["response"] for name, answer in read(tmp_path / "out").items()}
     assert len(found["vectors"]["body"]["data"]) == 2
@@ -194,7 +208,7 @@ def test_lines_are_embedded_scored_and_ranked(tmp_path) -> None:
     assert found["chat"]["status_code"] == 400
 
 
-def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:
+def test_pipes() -> None:
     content = json.dumps(line("a", PLAIN, prompt="def a(", max_tokens=2)) + "\nnonsense\n"
     command = [*COMMAND, "-i", "-"]
     done = subprocess.run(
@@ -203,14 +217,16 @@ def test_pipes_and_a_batch_that_fails_as_a_whole(tmp_path) -> None:
     assert done.returncode == 3, done.stderr
     assert {json.loads(x)["custom_id"] for x in done.stdout.splitlines()} == {"a", None}
     assert "1 lines answered, 1 failed" in done.stderr
-    done = subprocess.run(
-        command, input="nonsense\n", check=False, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1
-    assert "no line could be answered: see the errors in the output" in done.stderr
 
 
-def test_many_lines_run_in_few_steps(tmp_path) -> None:
+def test_a_batch_that_fails_as_a_whole(run, tmp_path) -> None:
+    (tmp_path / "in").write_text("nonsense\n")
+    status, told = run("-i", tmp_path / "in", "-o", tmp_path / "out")
+    assert status == 1
+    assert "no line could be answered: see the errors in the output" in told
+
+
+def test_many_lines_run_in_few_steps(tmp_path, monkeypatch) -> None:
     """They are batched, not answered one by one."""
     write(
         tmp_path / "in",
@@ -219,24 +235,14 @@ def test_many_lines_run_in_few_steps(tmp_path) -> None:
             for i in range(64)
         ],
     )
-    script = """
-import sys
-from pathlib import Path
-from mlx_paged.cli import batch
-from mlx_paged.engine import engine
+    steps = []
+    step = engine.Engine.step
 
-steps = 0
-step = engine.Engine.step
-def counted(self):
-    global steps
-    steps += 1
-    return step(self)
-engine.Engine.step = counted
-batch.run(batch.Batch(Path(sys.argv[1]), Path(sys.argv[2])))
-print(steps)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / "in"), str(tmp_path / "out")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    def counted(self: engine.Engine) -> Any:
+        steps.append(self)
+        return step(self)
+
+    monkeypatch.setattr(engine.Engine, "step", counted)
+    batches.run(batches.Batch(tmp_path / "in", tmp_path / "out"))
     assert len(read(tmp_path / "out")) == 64
-    assert int(done.stdout) < 64 * 8 / 4
+    assert 0 < len(steps) < 64 * 8 / 4
