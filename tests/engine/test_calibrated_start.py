@@ -49,6 +49,12 @@ def _on_a_mac(monkeypatch, tmp_path) -> None:
     sim_ext.forget_attention_layers()
 
 
+@pytest.fixture
+def only_computing(monkeypatch) -> None:
+    """Without the kernels that sample or move blocks, which another test has checked."""
+    monkeypatch.setattr(cases, "_data_checks", lambda needs: ())
+
+
 def plant(monkeypatch, **faults: str) -> None:
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
 
@@ -92,6 +98,7 @@ def test_right_kernels_run_and_the_second_start_runs_no_child(
 
 
 @pytest.mark.one_in(16)
+@pytest.mark.usefixtures("only_computing")
 @pytest.mark.parametrize("fault", ["wrong", "crash", "slow"])
 def test_a_faulty_kernel_is_named_and_replaced(monkeypatch, caplog, expected, fault) -> None:
     plant(monkeypatch, **{DECODE: fault})
@@ -105,6 +112,7 @@ def test_a_faulty_kernel_is_named_and_replaced(monkeypatch, caplog, expected, fa
     assert said.startswith(f"calibration rejected the kernel {DECODE}: ") and words[fault] in said
 
 
+@pytest.mark.usefixtures("only_computing")
 def test_a_kernel_that_hangs_is_ended_and_not_tried_again(monkeypatch, caplog, expected) -> None:
     plant(monkeypatch, **{PREFILL: "hang"})
     monkeypatch.setattr(calibration, "SECONDS_PER_JOB", 8.0)
@@ -132,6 +140,7 @@ def test_a_kernel_that_nothing_replaces_is_an_error_with_its_name(monkeypatch) -
         generate()
 
 
+@pytest.mark.usefixtures("only_computing")
 def test_whole_steps_run_if_they_are_right_and_faster(
     monkeypatch, caplog, expected_of_floats
 ) -> None:
@@ -146,6 +155,7 @@ def test_whole_steps_run_if_they_are_right_and_faster(
 
 
 @pytest.mark.one_in(64)
+@pytest.mark.usefixtures("only_computing")
 @pytest.mark.parametrize("kernel", ["product_rows_float32_m4", "rope_write_float32"])
 @pytest.mark.parametrize("fault", ["wrong", "crash"])
 def test_a_faulty_kernel_of_whole_steps_does_not_run(

@@ -172,6 +172,7 @@ def link(module: str, tables: str, target: Path) -> None:
             [
                 str(cxx()),
                 *_cxx_flags(),
+                *_linker(),
                 "-shared",
                 str(table_file),
                 str(object_file),
@@ -182,6 +183,11 @@ def link(module: str, tables: str, target: Path) -> None:
             ]
         )
         os.replace(library, target)
+
+
+def _linker() -> list[str]:
+    """Gold, where it is installed, links in a third of the time."""
+    return ["-fuse-ld=gold"] if shutil.which("ld.gold") else []
 
 
 def _cxx_flags() -> list[str]:
