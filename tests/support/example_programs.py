@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from mlx_paged.cli.entry import status_of
+from mlx_paged.cli.main import app
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-_MAIN = "from mlx_paged.cli.main import main; main()"
 _TIMEOUT = 280
 
 
@@ -67,8 +69,13 @@ def run_here(name: str, *arguments: str | Path, folder: Path, **environment: str
 
 
 def run_cli(arguments: list[str], folder: Path) -> str:
-    """Runs `mlx-paged` in such a folder, and returns what it wrote to stdout."""
-    return _run([sys.executable, "-c", _MAIN, *arguments], folder, {})
+    """Runs `mlx-paged` in such a folder, in this process, and returns what it wrote to stdout."""
+    _link_examples(folder)
+    out = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out):
+        status = status_of(app, arguments)
+    assert status == 0, f"{arguments}: {status}\n{out.getvalue()}"
+    return out.getvalue()
 
 
 def _link_examples(folder: Path) -> None:
