@@ -26,7 +26,7 @@ from mlx_paged.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
 from mlx_paged.engine.grammar.subschemas import subschemas
 from mlx_paged.errors import InvalidParameterError
 
-COUNT = int(os.environ.get("MLX_PAGED_FUZZ", "150"))
+COUNT = int(os.environ.get("MLX_PAGED_FUZZ", "75"))
 # Why a schema may be refused where it is not strict.
 REFUSALS = re.compile(r"for which there is a value|integers of at most 2\*\*53")
 FIELD = "structured_outputs.json"

@@ -30,7 +30,7 @@ from mlx_paged.model import pages
 from mlx_paged.model.paged_model import PagedModel
 
 NORMAL, WARNING, CRITICAL = PressureLevel
-NUM_INTERRUPTS = int(os.environ.get("MLX_PAGED_INTERRUPTS", "24"))
+NUM_INTERRUPTS = int(os.environ.get("MLX_PAGED_INTERRUPTS", "12"))
 WAYS = pytest.mark.parametrize("resizes", [False, True], ids=["discard", "resize"], indirect=True)
 OPTIONS: dict[str, Any] = {
     "block_size": 8,

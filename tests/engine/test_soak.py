@@ -27,7 +27,7 @@ from mlx_paged.engine.runner import LaunchedStep
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import EngineOverloadedError
 
-NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "30000"))
+NUM_TOKENS = int(os.environ.get("MLX_PAGED_SOAK_TOKENS", "15000"))
 
 
 @dataclass

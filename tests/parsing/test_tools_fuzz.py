@@ -23,7 +23,7 @@ from mlx_paged.parsing.registry import FORMATS
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.turn import Turn, _constraint
 
-COUNT = int(os.environ.get("MLX_PAGED_FUZZ", "150")) // 2
+COUNT = int(os.environ.get("MLX_PAGED_FUZZ", "75")) // 2
 FIELD = "tools[0].function.parameters"
 # Those whose arguments are JSON, which any name of a parameter can be written in.
 IN_JSON = ("hermes", "json", "llama3_json", "mistral", "xlam", "phi4_mini_json")

@@ -21,8 +21,8 @@ from support.server_helpers import RunningServer, drained, running
 from mlx_paged.server.config import ServerConfig
 
 # 10,000 and 100 by `make hostile`.
-NUM_BODIES = int(os.environ.get("MLX_PAGED_HOSTILE_BODIES", "600"))
-NUM_EXAMPLES = int(os.environ.get("MLX_PAGED_HOSTILE_EXAMPLES", "3"))
+NUM_BODIES = int(os.environ.get("MLX_PAGED_HOSTILE_BODIES", "300"))
+NUM_EXAMPLES = int(os.environ.get("MLX_PAGED_HOSTILE_EXAMPLES", "2"))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ PROMPT = "def add(a, b):\n"
 ENGINE = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_cpu_loras": 4}
 SAMPLING = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 # Rounds of loading under load; 500 once, by hand.
-ROUNDS = int(os.environ.get("MLX_PAGED_LORA_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("MLX_PAGED_LORA_ROUNDS", "6"))
 
 
 @pytest.fixture(scope="module")
