@@ -28,6 +28,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import mlx_paged  # before mlx.core, so that its BLAS takes effect
 
 # isort: split
+import support.child_site.transformers_table  # noqa: F401, before transformers is imported
+
+# isort: split
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

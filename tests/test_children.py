@@ -1,9 +1,11 @@
-"""Interpreters that tests start do not import torch, and get transformers' table of its modules."""
+"""Interpreters that tests start do not import torch. These and tests read transformers' table."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+from transformers.utils import import_utils
 
 
 def output_of(code: str) -> str:
@@ -19,7 +21,7 @@ def test_a_child_does_not_see_torch() -> None:
 TABLE = """
 import sys, transformers
 from transformers.utils import import_utils
-print(f"ours: {import_utils.define_import_structure.__module__ == 'child_start'}")
+print(f"ours: {import_utils.define_import_structure.__module__ == 'transformers_table'}")
 for module in (transformers, transformers.models):
     names = {name: at for name, at in module._class_to_module.items()}
     print(sorted(names.items()), sorted(module._modules))
@@ -32,3 +34,8 @@ def test_the_table_of_transformers_is_the_one_it_makes() -> None:
     for _ in range(2):  # the first may make the file
         assert output_of(TABLE).splitlines() == ["ours: True", *expected[1:]]
     assert expected[0] == "ours: False" and "LlamaConfig" in expected[1]
+
+
+def test_this_interpreter_gets_the_table_too() -> None:
+    module = import_utils.define_import_structure.__module__
+    assert module == "support.child_site.transformers_table"

@@ -105,7 +105,9 @@ def test_the_operations_pass_under_sanitizers(which: str) -> None:
         if simd not in instruction_sets():
             pytest.skip(f"this processor has {', '.join(instruction_sets())}")
     else:
-        simd = instruction_sets()[0 if which == "widest" else -1]
+        # (Not AMX: the sanitizers do not see what its instructions read, so it is built without.)
+        others = [name for name in instruction_sets() if name != "amx"]
+        simd = others[0 if which == "widest" else -1]
     run = run_sanitized(
         *("-m", "pytest", "-q", "-s", "--tb=short", "-p", "no:cacheprovider"),
         *("-p", "support.sanitized_plugin", "--hypothesis-profile=sanitized", "-k", SELECTED),
