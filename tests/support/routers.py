@@ -30,6 +30,7 @@ from mlx_paged.server.router import endpoints
 from mlx_paged.server.router.link import RouterLink
 from mlx_paged.server.router.pool import ModelPool
 from mlx_paged.server.router.process import ModelProcess, OnBackground, OnUsed
+from mlx_paged.server.router.spare import Spare
 from mlx_paged.server.router.spec import ModelSpec
 from mlx_paged.server.run import Service, bind, bound_unix, with_timeouts
 from mlx_paged.server.websocket import SETTINGS, websockets
@@ -183,7 +184,9 @@ def running_router(*arguments: str) -> Iterator[Router]:
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     # A busy machine may answer late, and answers that are late are left out of sums.
     patience = mock.patch.object(endpoints, "_TIMEOUT", TIMEOUT)
-    with mock.patch.object(ModelProcess, "start", _started), patience:
+    started = mock.patch.object(ModelProcess, "start", _started)
+    no_spare = mock.patch.object(Spare, "look", mock.AsyncMock())  # It would be a process.
+    with started, no_spare, patience:
         served = ServiceThread(make, config, sock)
         try:
             until(lambda: httpx.get(f"{url}/live").status_code)

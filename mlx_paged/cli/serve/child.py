@@ -1,8 +1,10 @@
-"""Entry point of a model's process behind the router (`server.router.process` starts it)."""
+"""Entry point of a model's process behind the router (`server.router.begin` calls it)."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import pickle
 import signal
@@ -16,16 +18,40 @@ from mlx_paged.cli import transformers_import
 from mlx_paged.cli.serve.one_model import OneModel
 from mlx_paged.errors import MlxPagedError
 
+# Modules that are imported when a model is loaded and served; `tests` keep the list complete.
+_AHEAD = (
+    "mlx_paged.cli.progress",
+    "mlx_paged.engine.async_engine",
+    "mlx_paged.engine.process.client",
+    "mlx_paged.server.engine_service",
+    "mlx_paged.server.logs",
+    "mlx_paged.server.run",
+    "rich.progress",
+    "uvicorn.lifespan.on",
+    "uvloop",
+)
 
-def main() -> None:
-    """Serves the model that the router describes until a signal arrives or the router exits."""
+
+def import_ahead() -> None:
+    """Imports what any model needs. The process may have to wait long for its model."""
     transformers_import.arrange()
     unpatch()
-    reports = int(sys.argv[2])
-    os.set_inheritable(reports, False)
-    pipe = os.fdopen(reports, "w")
-    given = sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), "little"))
-    uds = Path(sys.argv[1])
+    for name in _AHEAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # Modules stay; collections while a model loads need not visit them.
+
+
+def main(given: bytes, uds: Path, reports: int) -> None:
+    """Serves a model until a signal arrives or the router exits.
+
+    Args:
+        given: The router's `ModelSpec.launch`.
+        uds: Path of the Unix domain socket to listen on.
+        reports: File descriptor of the pipe for reports.
+    """
+    transformers_import.arrange()
+    unpatch()
     threading.Thread(target=_end_with_router, args=(uds,), daemon=True).start()
     model, options, server = pickle.loads(given)
 
@@ -33,7 +59,7 @@ def main() -> None:
     from mlx_paged.server.router.link import RouterLink
     from mlx_paged.server.router.process import REPLICA
 
-    link = RouterLink(pipe)
+    link = RouterLink(os.fdopen(reports, "w"))
     logs.configure(server.log_level, server.log_format, server.log_config)
     try:
         server = replace(server, uds=uds)

@@ -68,7 +68,7 @@ def refuse_alone(several: SeveralOptions) -> None:
     Raises:
         InvalidParameterError: It names the option.
     """
-    for name in ("memory_budget", "model_ttl", "pin_models", "preload_models"):
+    for name in ("memory_budget", "model_ttl", "pin_models", "preload_models", "spare_process"):
         given = getattr(several, name)
         if given is not None:
             raise InvalidParameterError(name, "given with several models (--model)", given)

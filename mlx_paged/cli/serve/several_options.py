@@ -74,3 +74,12 @@ class SeveralOptions:
             show_default="the first",
         ),
     ] = None
+    spare_process: Annotated[
+        bool | None,
+        option(
+            _SEVERAL,
+            "Keep a process of 100 MB ready to load the next model.",
+            "--spare-process/--no-spare-process",
+            show_default="off on NVIDIA GPUs",
+        ),
+    ] = None

@@ -311,6 +311,19 @@ class ModelPool:
         names = [n for m in self.models for n in (m.name, *m.spec.aliases, *m.adapters)]
         raise model_not_found(name, names)
 
+    # The spare process.
+
+    def has_use_for_spare(self, num_bytes: int) -> bool:
+        """True if a model that is not running could use a spare process of this size."""
+        if self._is_closing or self._in_use() + num_bytes > self.budget:
+            return False
+        return any(m.process is None and m.spec.can_use_spare for m in self.models)
+
+    @property
+    def is_loading(self) -> bool:
+        """True while any model is loading."""
+        return any(model.loading is not None for model in self.models)
+
     # Requests.
 
     def lease(

@@ -30,6 +30,7 @@ OnBackground = Callable[[Replica, int], None]
 #: Environment variable: the replica's number, for its log lines.
 REPLICA = "MLX_PAGED_REPLICA"
 
+_BEGIN = Path(__file__).with_name("begin.py")
 _STDERR = 2  # file descriptor
 # Seconds for a process to exit after its requests have finished, before it is killed.
 _EXIT_TIMEOUT = 10.0
@@ -102,17 +103,19 @@ class ServingProcess(Protocol):
 class ModelProcess:
     """See `ServingProcess`.
 
-    The child reads its options from stdin; end of file tells it that the router is gone.
+    The child runs `begin`. It reads its model from stdin; end of file tells it that the router is
+    gone.
 
     Args:
         process: The child.
         reports: What it reports; see `link`.
         socket: See below.
         on_used: See its type.
-        on_background: See its type.
+        on_background: See its type. `launch` sets it.
 
     Attributes:
         socket: The Unix domain socket that it listens on.
+        has_imported: True once it has imported all modules ahead of its model (`begin`).
     """
 
     def __init__(
@@ -121,9 +124,10 @@ class ModelProcess:
         reports: asyncio.StreamReader,
         socket: Path,
         on_used: OnUsed,
-        on_background: OnBackground,
+        on_background: OnBackground = lambda replica, count: None,
     ) -> None:
         self.socket = socket
+        self.has_imported = False
         self._replica = Replica(socket)
         self._process = process
         self._reports = reports
@@ -142,23 +146,34 @@ class ModelProcess:
         on_background: OnBackground,
         environment: Mapping[str, str],
     ) -> ModelProcess:
-        """Starts a process.
+        """Starts a process and sends it a model; see `start_without_model` and `launch`."""
+        started = await cls.start_without_model(entry, socket, on_used, environment)
+        started.launch(spec, on_background)
+        return started
+
+    @classmethod
+    async def start_without_model(
+        cls, entry: str, socket: Path, on_used: OnUsed, environment: Mapping[str, str]
+    ) -> ModelProcess:
+        """Starts a process, which waits for `launch`.
 
         Args:
-            entry: The module whose `main` the child runs.
+            entry: The module with the functions that `begin` calls.
             socket: Path of the socket that it will listen on.
             on_used: See its type.
-            on_background: See its type.
             environment: Variables to add to those of this process.
         """
         # Same sys.path as here, without the working directory.
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {entry} import main; main()"
+        code = (
+            f"import sys, runpy; sys.path[:] = {sys.path!r}; "
+            f"runpy.run_path({str(_BEGIN)!r}, run_name='__main__')"
+        )
         # Reports have a pipe of their own, because any library may print to stdout.
         reading, writing = os.pipe()
         try:
             reports = await reader_of(os.fdopen(reading, "rb", buffering=0), _MAX_REPORT)
             process = await ChildProcess.start(
-                [sys.executable, "-c", code, str(socket), str(writing)],
+                [sys.executable, "-c", code, entry, str(socket), str(writing)],
                 environment={**os.environ, **environment},
                 stdin=PIPE,
                 stdout=_STDERR,
@@ -169,10 +184,22 @@ class ModelProcess:
             )
         finally:
             os.close(writing)  # The reader closes its end then, unless a process has the other.
-        started = cls(process, reports, socket, on_used, on_background)
-        assert process.stdin is not None
-        process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
-        return started
+        return cls(process, reports, socket, on_used)
+
+    def launch(self, spec: ModelSpec, on_background: OnBackground) -> None:
+        """Sends the process its model.
+
+        Args:
+            on_background: See its type.
+        """
+        self._on_background = on_background
+        assert self._process.stdin is not None
+        self._process.stdin.write(len(spec.launch).to_bytes(8, "little") + spec.launch)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has exited."""
+        return self._process.returncode is not None
 
     @property
     def replicas(self) -> Sequence[Replica]:
@@ -253,6 +280,9 @@ class ModelProcess:
             self.kill()
 
     def _take(self, report: dict[str, Any]) -> None:
+        if "imported" in report:
+            self.has_imported = True
+            return
         if not self._loaded.done():
             self._loaded.set_result(_loaded_of(report))
         for account, num_tokens in report.get("used", {}).items():

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from prometheus_client import Gauge
+
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.quiet_gc import QuietGC
@@ -20,6 +22,7 @@ from mlx_paged.server.router.pool import Lease, ModelPool, PooledModel
 from mlx_paged.server.router.process import REPLICA, ModelProcess, ServingProcess
 from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import Replica
+from mlx_paged.server.router.spare import SPARE_BYTES, Spare
 from mlx_paged.server.router.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class RouterService:
         address: The address that the server listens on; "" for a Unix domain socket.
         budget: Maximum bytes of all loaded models.
         max_waiting: See `ModelPool`.
+        keeps_spare: Keep a process ready for the next model (`spare`).
     """
 
     is_loading = False  # Only the model processes load.
@@ -50,16 +54,27 @@ class RouterService:
         entry: str,
         budget: int,
         max_waiting: int = 1024,
+        keeps_spare: bool = False,
     ) -> None:
+        self._entry = entry
         # Private to this user, and short: a Unix socket's path is limited to about 100 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="mlx-paged-"))
         self._numbers = itertools.count()
         self._background: dict[Replica, list[Lease]] = {}
-        self._pool = ModelPool(
-            specs, partial(self._start, entry), budget=budget, max_waiting=max_waiting
-        )
+        self._pool = ModelPool(specs, self._start, budget=budget, max_waiting=max_waiting)
         self.app = create_router(self._pool, config, address)
         self._context: RouterContext = self.app.state.context
+        self._spare = Spare(
+            self._start_spare,
+            is_useful=lambda: keeps_spare and self._pool.has_use_for_spare(SPARE_BYTES),
+            may_start=lambda: not self._pool.is_loading,
+        )
+        gauge = Gauge(
+            "mlx_paged:spare_process",
+            "1: a process has imported everything and waits for a model.",
+            registry=self._context.metrics.registry,
+        )
+        gauge.set_function(lambda: self._spare.is_ready)
 
     @property
     def is_draining(self) -> bool:
@@ -73,6 +88,7 @@ class RouterService:
     async def finish(self, seconds: float) -> None:
         """See `Service`."""
         await self._pool.close(seconds)
+        await self._spare.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def watch(self, address: str) -> int | None:
@@ -89,6 +105,7 @@ class RouterService:
             while True:
                 await asyncio.sleep(_LOOK_INTERVAL)
                 collector.look()
+                await self._spare.look()
 
     async def _preload(self, model: PooledModel) -> bool:
         """Loads a model; False if it cannot be loaded."""
@@ -104,20 +121,33 @@ class RouterService:
         """True if there is no other model to serve once one has failed."""
         return len(self._pool.models) == 1 and not self.is_draining
 
-    async def _start(self, entry: str, spec: ModelSpec) -> ServingProcess:
-        start = partial(self._start_one, entry, spec)
-        return await start(0) if spec.num_replicas == 1 else ReplicaSet(spec, start)
+    async def _start(self, spec: ModelSpec) -> ServingProcess:
+        start = partial(self._start_one, spec)
+        if spec.num_replicas > 1:
+            return ReplicaSet(spec, start)
+        spare = self._spare.take() if spec.can_use_spare else None
+        if spare is None:
+            return await start(0)
+        spare.launch(spec, partial(self._hold, spec.name))
+        return spare
 
-    async def _start_one(self, entry: str, spec: ModelSpec, number: int) -> ModelProcess:
+    async def _start_one(self, spec: ModelSpec, number: int) -> ModelProcess:
         """Starts the process of one replica."""
-        socket = self._folder / f"{next(self._numbers)}.sock"
         environment = dict(spec.environments[number])
         if spec.num_replicas > 1:
             environment[REPLICA] = str(number)
         hold = partial(self._hold, spec.name)
         return await ModelProcess.start(
-            entry, spec, socket, self._context.ledger.charge, hold, environment
+            self._entry, spec, self._new_socket(), self._context.ledger.charge, hold, environment
         )
+
+    async def _start_spare(self) -> ModelProcess:
+        return await ModelProcess.start_without_model(
+            self._entry, self._new_socket(), self._context.ledger.charge, {}
+        )
+
+    def _new_socket(self) -> Path:
+        return self._folder / f"{next(self._numbers)}.sock"
 
     def _hold(self, name: str, replica: Replica, count: int) -> None:
         """Holds one lease per background response of a replica, so the model stays loaded."""

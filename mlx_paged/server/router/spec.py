@@ -58,6 +58,15 @@ class ModelSpec:
         return 1 if self.has_own_devices else self.num_replicas
 
     @property
+    def can_use_spare(self) -> bool:
+        """True if a process can take it that was started before its model was known.
+
+        Replicas have their own environment. An engine or ranks in processes of their own would
+        import everything there again.
+        """
+        return self.num_replicas == 1 and self.num_processes == 1 and not self.environments[0]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All names of the model itself."""
         return (self.name, *self.aliases, *(() if self.path is None else (self.path,)))
