@@ -322,7 +322,8 @@ def main() -> None:
         asyncio.run(asyncio.sleep(1))
         one = asyncio.run(token_time(url, None))
     port = free_port()
-    models = (f"--model=a={model_path()}", f"--model=b={given.model}")
+    # bench/loading.py measures what a spare process changes.
+    models = (f"--model=a={model_path()}", f"--model=b={given.model}", "--no-spare-process")
     with server_process("router", server_command(port, *models), port) as url:
         [pid] = [c.pid for c in psutil.Process().children() if str(port) in c.cmdline()]
         result["router"] = asyncio.run(measure_router(url, pid, given.rounds))
