@@ -1,4 +1,5 @@
-"""Interpreters that tests start do not import torch. These and tests read transformers' table."""
+"""Interpreters that tests start import neither torch nor trio. These and tests read transformers'
+table."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ def output_of(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_child_does_not_see_torch() -> None:
-    code = "import sys, mlx_lm; print(sys.modules.get('torch', 'not hidden'))"
-    assert output_of(code).split() == ["None"]
+def test_a_child_sees_neither_torch_nor_trio() -> None:
+    found = "[sys.modules.get(name, 'not hidden') for name in ('torch', 'trio')]"
+    assert output_of(f"import sys, mlx_lm; print(*{found})").split() == ["None", "None"]
 
 
 TABLE = """
