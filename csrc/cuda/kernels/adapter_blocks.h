@@ -92,6 +92,7 @@ struct AdapterBlock {
     if (threadIdx.x == 0) {
       finished_blocks(params, operands).add();
     }
+    __syncwarp();  // Instructions of whole warps may follow.
   }
 
  private:
