@@ -19,6 +19,10 @@ def test_a_child_sees_neither_torch_nor_trio() -> None:
     assert output_of(f"import sys, mlx_lm; print(*{found})").split() == ["None", "None"]
 
 
+def test_a_child_imports_hypothesis_which_loads_the_plugin_of_trio() -> None:
+    assert output_of("import hypothesis; print('imported')").split() == ["imported"]
+
+
 TABLE = """
 import sys, transformers
 from transformers.utils import import_utils
