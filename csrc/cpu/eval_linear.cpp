@@ -70,14 +70,12 @@ struct Rows {
   }
 };
 
-// Rows that are rounded at a time, so that they stay in cache while all weights pass. Kernels for
-// AMX need them in the L2 cache; they multiply a row in less time than memory delivers it.
+// Rows that are rounded at a time, so that they stay in the L2 cache while all weights pass.
+// Processors with AMX have 2 MB of it, others that multiply integers by vectors 1 MB.
 int rows_at_once(bool uses_amx, int64_t row_bytes) {
-  constexpr int kMaxRows = 256, kMinAmxRows = 64;
-  constexpr int64_t kAmxBytes = 1 << 20;
-  return !uses_amx
-             ? kMaxRows
-             : int(std::clamp<int64_t>(kAmxBytes / row_bytes / 16 * 16, kMinAmxRows, kMaxRows));
+  constexpr int kMaxRows = 256, kMinRows = 64;
+  const int64_t bytes = uses_amx ? 1 << 20 : 1 << 19;
+  return int(std::clamp<int64_t>(bytes / row_bytes / 16 * 16, kMinRows, kMaxRows));
 }
 
 // Multiplies `max_rows` rounded rows at a time. round(rows, to, begin, end) rounds rows [begin,
@@ -113,8 +111,9 @@ void multiply_integers(
   int n = weights.n;
   int k = weights.k;
   // Long rows pass in chunks.
-  int64_t row_bytes = integers.row_bytes(std::min(k, cpu::kAmxChunk));
-  int max_rows = std::min(x.count, rows_at_once(integers.uses_blocks(x.count), row_bytes));
+  bool uses_amx = integers.uses_blocks(x.count);
+  int64_t row_bytes = integers.row_bytes(std::min(k, uses_amx ? cpu::kAmxChunk : cpu::kTileChunk));
+  int max_rows = std::min(x.count, rows_at_once(uses_amx, row_bytes));
   multiply_rounded_blocks(
       x, weights, &integers, max_rows, integers.rounded_bytes(max_rows, k),
       [&](const Rows& rows, char* to, int begin, int end) {

@@ -76,7 +76,8 @@ struct IntegerProductArgs {
 };
 
 constexpr int kIntegerTileColumns = 32;
-constexpr int kMaxSpread = 8;  // powers of two between a row's largest and most others
+constexpr int kTileChunk = 1024;  // elements of k, with vectors
+constexpr int kMaxSpread = 8;     // powers of two between a row's largest and most others
 constexpr int kRowBlock = 16;
 constexpr int kAmxChunk = 2048;    // elements of k
 constexpr int kPanelColumns = 64;  // at a time, with AMX
@@ -148,7 +149,9 @@ struct IntegerKernels {
     if (uses_blocks(rows)) {
       return blocks.num_scratch_floats(rows, w);
     }
-    return (w.k / int64_t(sizeof(float)) + 2 * (w.k / w.group_size)) * kIntegerTileColumns;
+    const int64_t codes = w.k < kTileChunk ? w.k : kTileChunk;
+    const int64_t sums = w.k < kTileChunk ? 0 : rows * kIntegerGroups;
+    return (codes / int64_t(sizeof(float)) + 2 * (w.k / w.group_size) + sums) * kIntegerTileColumns;
   }
 };
 

@@ -1,7 +1,7 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
 //
-// Implements integers.h, four columns at a time, reading weights in place. Compiled once per
-// instruction set; see simd.h.
+// Parts of integers.h that all forms share, and blocks of four columns, whose weights are read in
+// place. Compiled once per instruction set; see simd.h.
 
 #pragma once
 
@@ -331,12 +331,14 @@ struct ColumnExtents {
   int shift;   // group_shift
   int chunks;
   int whole_chunks;
+  int rest;  // groups of activations of an incomplete chunk
 
   ColumnExtents(const WeightView& w, int shift, int group)
       : groups(w.k / w.group_size),
         shift(shift),
         chunks(num_integer_chunks(w.k, group)),
-        whole_chunks(w.k / (kIntegerGroups * group)) {}
+        whole_chunks(w.k / (kIntegerGroups * group)),
+        rest(w.k / group % kIntegerGroups) {}
 };
 
 // Reads the scales and biases of up to kScaleGroups groups of four columns, from group `first` on.
@@ -360,6 +362,21 @@ inline void read_block_scales(
     read_scales(s, of.groups - first, scales);
     read_scales(b, of.groups - first, biases);
   });
+}
+
+// Adds up the sums of every fourth group of up to four columns.
+inline void store_columns(const VecF* sums, float* out, int columns) {
+  typedef float Columns __attribute__((vector_size(kBlockOfColumns * sizeof(float))));
+  Columns quarters[kIntegerGroups];
+  __builtin_memcpy(quarters, sums, sizeof(quarters));
+  const Columns total = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
+  if (columns == kBlockOfColumns) {
+    __builtin_memcpy(out, &total, sizeof(total));
+    return;
+  }
+  for (int j = 0; j < columns; j++) {
+    out[j] = total[j];
+  }
 }
 
 // Computes up to four columns; missing ones repeat the last.
@@ -439,42 +456,8 @@ inline void integer_block(
       }
     }
   }
-  typedef float Columns __attribute__((vector_size(kBlockOfColumns * sizeof(float))));
   for (int i = 0; i < Rows; i++) {
-    Columns quarters[kIntegerGroups];
-    __builtin_memcpy(quarters, sums[i], sizeof(quarters));
-    const Columns total = (quarters[0] + quarters[1]) + (quarters[2] + quarters[3]);
-    float* out = args.c + int64_t(row + i) * args.ldc + column;
-    if (columns == kBlockOfColumns) {
-      __builtin_memcpy(out, &total, sizeof(total));
-      continue;
-    }
-    for (int j = 0; j < columns; j++) {
-      out[j] = total[j];
-    }
-  }
-}
-
-template <int Bits, int Digits, int Group>
-inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64_t end) {
-  const ColumnExtents of(args.weights, group_shift<Group>(args.weights.group_size), Group);
-  for (int64_t column = begin; column < end; column += kBlockOfColumns) {
-    int columns = end - column < kBlockOfColumns ? int(end - column) : kBlockOfColumns;
-    int row = 0;
-    for (; row + 4 <= args.rows; row += 4) {
-      integer_block<Bits, Digits, Group, 4>(args, of, row, column, columns);
-    }
-    switch (args.rows - row) {
-      case 1:
-        integer_block<Bits, Digits, Group, 1>(args, of, row, column, columns);
-        break;
-      case 2:
-        integer_block<Bits, Digits, Group, 2>(args, of, row, column, columns);
-        break;
-      case 3:
-        integer_block<Bits, Digits, Group, 3>(args, of, row, column, columns);
-        break;
-    }
+    store_columns(sums[i], args.c + int64_t(row + i) * args.ldc + column, columns);
   }
 }
 

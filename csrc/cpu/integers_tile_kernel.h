@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "integers_kernel.h"
+#include "integers_block_kernel.h"
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
@@ -28,16 +28,20 @@ struct IntegerTile {
 
   static_assert(kIntegerTileColumns % kColumns == 0);
 
-  uint8_t* codes;  // [unit of four codes, vector, kWidth, 4]
+  uint8_t* codes;  // of a chunk: [unit of four codes, vector, kWidth, 4]
   float* scales;   // [weight group, 2: scale and bias, kColumns]
+  float* sums;     // between chunks: [row, kIntegerGroups, kColumns]
 
   IntegerTile(float* scratch, const WeightView& w)
-      : codes(reinterpret_cast<uint8_t*>(scratch)), scales(scratch + int64_t(w.k) * kColumns / 4) {}
+      : codes(reinterpret_cast<uint8_t*>(scratch)),
+        scales(scratch + int64_t(w.k < kTileChunk ? w.k : kTileChunk) * kColumns / 4),
+        sums(scales + int64_t(w.k / w.group_size) * 2 * kColumns) {}
 
   uint8_t* at(int64_t unit, int v) const { return codes + (unit * kVectors + v) * 4 * kWidth; }
 
+  // Repacks the codes of elements [begin, end).
   template <int Bits>
-  void fill(const WeightView& w, int64_t column, int columns) const;
+  void fill(const WeightView& w, int64_t column, int columns, int begin, int end) const;
 };
 
 // A vector of columns of a matrix, as addresses of their first bytes.
@@ -105,24 +109,40 @@ inline void find_columns(
 template <int Bits, typename Put>
 __attribute__((always_inline)) inline void read_codes(
     const ColumnBytes& p, int begin, int end, const Put& put) {
-  constexpr int kElements = 32;
-  constexpr int kBytes = kElements * Bits / 8;
-  for (int k = begin; k < end; k += kElements) {
-    const int unit = k / 4;
+  constexpr int kBytes = 16;
+  constexpr int kElements = kBytes * 8 / Bits;
+  auto read = [&]<int Times>(int k) {
     const int64_t at = int64_t(k) * Bits / 8;
-    for (int half = 0; half < kBytes / 16; half++) {
-      VecU words[4];
-      load_words(p, at + 16 * half, 16, words);
-      for (int i = 0; i < 4; i++) {
-        const VecU8 codes = (VecU8)words[i];
+    VecU words[Times][4];
+    for (int j = 0; j < 4; j++) {
+      for (int i = 0; i < Times; i++) {
+        words[i][j] = load_quarters(p, j, at + i * kBytes, kBytes);
+      }
+    }
+    for (int i = 0; i < Times; i++) {
+      const int unit = (k + i * kElements) / 4;
+      VecU four[4];
+      transpose_quarters(words[i], four);
+      for (int u = 0; u < 4; u++) {
+        const VecU8 codes = (VecU8)four[u];
         if constexpr (Bits == 4) {
-          put(unit + i, codes & 15);
-          put(unit + 4 + i, upper_halves(codes));
+          put(unit + u, codes & 15);
+          put(unit + 4 + u, upper_halves(codes));
         } else {
-          put(unit + 4 * half + i, codes);
+          put(unit + u, codes);
         }
       }
     }
+  };
+  int k = begin;
+#if defined(__AVX512F__)
+  // A whole cache line of each column: lines a power of two apart may evict each other.
+  for (; k + 4 * kElements <= end; k += 4 * kElements) {
+    read.template operator()<4>(k);
+  }
+#endif
+  for (; k < end; k += kElements) {
+    read.template operator()<1>(k);
   }
 }
 
@@ -171,44 +191,62 @@ inline void fill_scales(const WeightView& w, int64_t column, int columns, float*
 }
 
 template <int Bits>
-inline void IntegerTile::fill(const WeightView& w, int64_t column, int columns) const {
+inline void IntegerTile::fill(
+    const WeightView& w, int64_t column, int columns, int begin, int end) const {
   for (int v = 0; v < kVectors; v++) {
     ColumnBytes p;
     find_columns(w.data, w.row_bytes, column, columns, v, p);
-    read_codes<Bits>(p, 0, w.k, [&](int unit, VecU8 read) {
-      __builtin_memcpy(at(unit, v), &read, sizeof(read));
+    read_codes<Bits>(p, begin, end, [&](int unit, VecU8 read) {
+      __builtin_memcpy(at(unit - begin / 4, v), &read, sizeof(read));
     });
   }
-  fill_scales(w, column, columns, scales);
 }
 
 // Adds the products of a group's codes and one digit of Rows rows: four elements of k at
-// digits[i * stride + offset of the unit].
+// digits[i * stride + offset of the unit]. `group` counts from the chunk's first.
 template <int Bits, int Group, int Rows>
 inline void add_digit(
     const IntegerTile& tile, int group, const int8_t* digits, int64_t stride,
     VecI (&sums)[Rows][IntegerTile::kVectors]) {
   constexpr int kVectors = IntegerTile::kVectors;
   constexpr int kUnitsOfGroup = Group / 4;
-  auto four_of = [&](int unit, int i) {
-    const int at = unit / 4 * (kIntegerGroups * kIntegerPiece) + 4 * (unit % 4);
-    return (VecU8)(VecI{} + load_as<int32_t>(digits + i * stride + at));
-  };
+  constexpr int kPieceStride = kIntegerGroups * kIntegerPiece;
   const int64_t first_unit = int64_t(group) * kUnitsOfGroup;
 #if defined(__AVX512VNNI__)
-  for (int unit = 0; unit < kUnitsOfGroup; unit++) {
-    VecU8 w[kVectors];
-    for (int v = 0; v < kVectors; v++) {
-      w[v] = load_as<VecU8>(tile.at(first_unit + unit, v));
+  // Every third row has a pointer; the processor adds `stride` and its double to it for free.
+  const int8_t* rows[(Rows + 2) / 3];
+  for (int i = 0; i < Rows; i += 3) {
+    rows[i / 3] = digits + i * stride;
+  }
+  const uint8_t* codes = tile.at(first_unit, 0);
+  for (int piece = 0; piece < Group / kIntegerPiece; piece++) {
+    for (auto& row : rows) {
+      asm("" : "+r"(row));  // GCC would compute an address per row and unit
     }
-    for (int i = 0; i < Rows; i++) {
-      const VecU8 four = four_of(unit, i);
+#pragma GCC unroll 4
+    for (int unit = 0; unit < kIntegerPiece / 4; unit++) {
+      VecU8 w[kVectors];
       for (int v = 0; v < kVectors; v++) {
-        sums[i][v] = add_products<Bits>(sums[i][v], w[v], four);
+        w[v] = load_as<VecU8>(codes + (unit * kVectors + v) * 4 * kWidth);
       }
+      for (int i = 0; i < Rows; i++) {
+        const int8_t* four = rows[i / 3] + i % 3 * stride + 4 * unit;
+        const VecU8 x = (VecU8)(VecI{} + load_as<int32_t>(four));
+        for (int v = 0; v < kVectors; v++) {
+          sums[i][v] = add_products<Bits>(sums[i][v], w[v], x);
+        }
+      }
+    }
+    codes += kIntegerPiece * kVectors * kWidth;
+    for (auto& row : rows) {
+      row += kPieceStride;
     }
   }
 #else
+  auto four_of = [&](int unit, int i) {
+    const int at = unit / 4 * kPieceStride + 4 * (unit % 4);
+    return (VecU8)(VecI{} + load_as<int32_t>(digits + i * stride + at));
+  };
   static_assert(Bits == 4);  // 16 products that meet in 16 bits fit: 16 * 15 * 128
   constexpr int kAtOnce = 8;
   for (int begin = 0; begin < kUnitsOfGroup; begin += kAtOnce) {
@@ -236,9 +274,11 @@ inline void add_digit(
 #endif
 }
 
+// Multiplies Rows rows by groups [first, last) of a tile, which holds no others.
 template <int Bits, int Digits, int Group, int Rows>
 inline void tile_rows_of(
-    const IntegerProductArgs& args, const IntegerTile& tile, int row, int64_t column, int columns) {
+    const IntegerProductArgs& args, const IntegerTile& tile, int row, int first, int last,
+    int64_t column, int columns) {
   constexpr int kVectors = IntegerTile::kVectors;
   constexpr int kSums = kIntegerSums<Bits, Digits>;
   const int chunks = num_integer_chunks(args.weights.k, Group);
@@ -247,7 +287,11 @@ inline void tile_rows_of(
   auto x = static_cast<const IntegerChunk<Digits, Group>*>(args.x) + int64_t(row) * chunks;
   // Every fourth group has its own sum, to match the order of integer_block.
   VecF sums[kIntegerGroups][Rows][kVectors] = {};
-  for (int group = 0; group < groups; group++) {
+  float* kept = tile.sums + int64_t(row) * kIntegerGroups * IntegerTile::kColumns;
+  if (first > 0) {
+    __builtin_memcpy(sums, kept, sizeof(sums));
+  }
+  for (int group = first; group < last; group++) {
     if (row == 0) {  // a little at a time, as memory delivers it
       prefetch_group<Bits, Group>(args.weights, column + IntegerTile::kColumns, group);
     }
@@ -268,7 +312,7 @@ inline void tile_rows_of(
         }
       }
       add_digit<Bits, Group, Rows>(
-          tile, group, xg->digits[d][0][g], chunks * int64_t(sizeof(*xg)), products);
+          tile, group - first, xg->digits[d][0][g], chunks * int64_t(sizeof(*xg)), products);
     }
     VecF scale[kVectors], bias[kVectors];
     for (int v = 0; v < kVectors; v++) {
@@ -288,6 +332,10 @@ inline void tile_rows_of(
       }
     }
   }
+  if (last < groups) {
+    __builtin_memcpy(kept, sums, sizeof(sums));
+    return;
+  }
   for (int i = 0; i < Rows; i++) {
     alignas(64) float out[IntegerTile::kColumns];
     for (int v = 0; v < kVectors; v++) {
@@ -298,32 +346,40 @@ inline void tile_rows_of(
 }
 
 template <int Bits, int Digits, int Group>
-inline void integer_tiles(const IntegerProductArgs& args, int64_t begin, int64_t end) {
+inline void integer_tiles(const IntegerProductArgs& args, int64_t first, int64_t last) {
   const IntegerTile tile(args.scratch, args.weights);
-  for (int64_t column = begin; column < end; column += IntegerTile::kColumns) {
-    int left = int(end - column);
+  const int k = args.weights.k;
+  for (int64_t column = first; column < last; column += IntegerTile::kColumns) {
+    int left = int(last - column);
     int columns = left < IntegerTile::kColumns ? left : IntegerTile::kColumns;
-    tile.fill<Bits>(args.weights, column, columns);
-    int row = 0;
-    // Two sums of eight rows would not fit the registers.
-    if constexpr (kWidth == 16 && kIntegerSums<Bits, Digits> == 1) {
-      for (; row + 8 <= args.rows; row += 8) {
-        tile_rows_of<Bits, Digits, Group, 8>(args, tile, row, column, columns);
+    fill_scales(args.weights, column, columns, tile.scales);
+    for (int begin = 0; begin < k; begin += kTileChunk) {
+      const int end = k - begin < kTileChunk ? k : begin + kTileChunk;
+      tile.fill<Bits>(args.weights, column, columns, begin, end);
+      auto rows_of = [&]<int Rows>(int row) {
+        tile_rows_of<Bits, Digits, Group, Rows>(
+            args, tile, row, begin / Group, end / Group, column, columns);
+      };
+      int row = 0;
+      if constexpr (kWidth == 16) {
+        for (; row + 8 <= args.rows; row += 8) {
+          rows_of.template operator()<8>(row);
+        }
       }
-    }
-    for (; row + 4 <= args.rows; row += 4) {
-      tile_rows_of<Bits, Digits, Group, 4>(args, tile, row, column, columns);
-    }
-    switch (args.rows - row) {
-      case 1:
-        tile_rows_of<Bits, Digits, Group, 1>(args, tile, row, column, columns);
-        break;
-      case 2:
-        tile_rows_of<Bits, Digits, Group, 2>(args, tile, row, column, columns);
-        break;
-      case 3:
-        tile_rows_of<Bits, Digits, Group, 3>(args, tile, row, column, columns);
-        break;
+      for (; row + 4 <= args.rows; row += 4) {
+        rows_of.template operator()<4>(row);
+      }
+      switch (args.rows - row) {
+        case 1:
+          rows_of.template operator()<1>(row);
+          break;
+        case 2:
+          rows_of.template operator()<2>(row);
+          break;
+        case 3:
+          rows_of.template operator()<3>(row);
+          break;
+      }
     }
   }
 }
