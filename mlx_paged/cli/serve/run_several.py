@@ -42,8 +42,7 @@ def run_several(
     """
     from mlx_paged.cli.serve.replicas import environments_of, with_shares
     from mlx_paged.engine.memory import default_budget, device_memory
-    from mlx_paged.ops import has_cuda
-    from mlx_paged.platform import is_cpu_default
+    from mlx_paged.platform import Platform, is_cpu_default
     from mlx_paged.server import run
     from mlx_paged.server.config import ServerConfig
     from mlx_paged.server.rate_limits import keys_of
@@ -95,7 +94,8 @@ def run_several(
     )
     keys_of(config)
     # On an NVIDIA GPU, even a process without a model takes some of its memory.
-    keeps_spare = not has_cuda() if several.spare_process is None else several.spare_process
+    has_cuda = Platform.current().has_cuda
+    keeps_spare = not has_cuda if several.spare_process is None else several.spare_process
 
     def make_service(address: str) -> RouterService:
         return RouterService(
