@@ -257,26 +257,6 @@ inline void vnni_columns(
 }
 #endif
 
-// Calls block.operator()<Rows>(row) for all rows, four at a time.
-template <typename Block>
-inline void for_few_rows(int rows, const Block& block) {
-  int row = 0;
-  for (; row + 4 <= rows; row += 4) {
-    block.template operator()<4>(row);
-  }
-  switch (rows - row) {
-    case 1:
-      block.template operator()<1>(row);
-      break;
-    case 2:
-      block.template operator()<2>(row);
-      break;
-    case 3:
-      block.template operator()<3>(row);
-      break;
-  }
-}
-
 template <int Bits, int Digits, int Group>
 inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64_t end) {
   const ColumnExtents of(args.weights, group_shift<Group>(args.weights.group_size), Group);
@@ -289,7 +269,7 @@ inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64
   const int64_t each = kUsesVnni && args.rows <= 4 ? end - begin : kBlockOfColumns;
   for (int64_t column = begin; column < end; column += each) {
     const int64_t last = end - column < each ? end : column + each;
-    for_few_rows(args.rows, [&]<int Rows>(int row) {
+    for_few_rows(0, args.rows, [&]<int Rows>(int row) {
 #if defined(__AVX512VNNI__)
       if constexpr (kUsesVnni) {
         return vnni_columns<Bits, Digits, Group, Rows>(args, of, row, column, last);

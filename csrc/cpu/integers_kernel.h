@@ -379,6 +379,25 @@ inline void store_columns(const VecF* sums, float* out, int columns) {
   }
 }
 
+// Calls block.operator()<Rows>(row) for the rows from `row` on, four at a time.
+template <typename Block>
+inline void for_few_rows(int row, int rows, const Block& block) {
+  for (; row + 4 <= rows; row += 4) {
+    block.template operator()<4>(row);
+  }
+  switch (rows - row) {
+    case 1:
+      block.template operator()<1>(row);
+      break;
+    case 2:
+      block.template operator()<2>(row);
+      break;
+    case 3:
+      block.template operator()<3>(row);
+      break;
+  }
+}
+
 // Computes up to four columns; missing ones repeat the last.
 template <int Bits, int Digits, int Group, int Rows>
 inline void integer_block(

@@ -366,20 +366,7 @@ inline void integer_tiles(const IntegerProductArgs& args, int64_t first, int64_t
           rows_of.template operator()<8>(row);
         }
       }
-      for (; row + 4 <= args.rows; row += 4) {
-        rows_of.template operator()<4>(row);
-      }
-      switch (args.rows - row) {
-        case 1:
-          rows_of.template operator()<1>(row);
-          break;
-        case 2:
-          rows_of.template operator()<2>(row);
-          break;
-        case 3:
-          rows_of.template operator()<3>(row);
-          break;
-      }
+      for_few_rows(row, args.rows, rows_of);
     }
   }
 }

@@ -11,7 +11,6 @@ import sys
 
 import transformers_table  # noqa: F401
 
-os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"
 for name in ("torch", "trio"):
     sys.modules[name] = None  # type: ignore[assignment]
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # trio has one, and would be imported for it
