@@ -250,13 +250,13 @@ async def metrics(request: Request) -> Response:
     for answer in await _ask_all(context, "GET", "/metrics"):
         if answer.status == 200:
             texts.setdefault(answer.model, {})[answer.replica] = answer.body.decode()
-    families = {
-        model.name: model.process.metrics(texts.get(model, {}))
+    families = (
+        (model.name, model.process.metrics(texts.get(model, {})))
         for model in context.pool.models
         if model.process is not None
-    }
+    )
     own = context.metrics.render(None).decode()
-    return Response(merged(own, families), media_type=CONTENT_TYPE_LATEST)
+    return Response(await merged(own, families), media_type=CONTENT_TYPE_LATEST)
 
 
 async def abort_requests(request: Request) -> Response:

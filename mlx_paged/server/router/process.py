@@ -8,15 +8,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-
 from mlx_paged.server.child_process import PIPE, ChildProcess, reader_of
+from mlx_paged.server.router.metrics import Families, parsed
 from mlx_paged.server.router.routing import Replica, RoutedRequest
 from mlx_paged.server.router.spec import ModelSpec
 
@@ -76,7 +74,7 @@ class ServingProcess(Protocol):
             ApiError: 503, none is running.
         """
 
-    def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
+    def metrics(self, texts: Mapping[Replica, str]) -> Families:
         """Combines the metrics of processes, which are in Prometheus's text format."""
 
     async def loaded(self) -> LoadedModel:
@@ -210,10 +208,9 @@ class ModelProcess:
         """See `ServingProcess`."""
         return self._replica
 
-    def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
+    def metrics(self, texts: Mapping[Replica, str]) -> Families:
         """See `ServingProcess`."""
-        for text in texts.values():
-            yield from text_string_to_metric_families(text)
+        return parsed("".join(texts.values()))
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from mlx_paged.server.errors import RETRY_AFTER, unavailable
 from mlx_paged.server.router.link import BACKGROUND
-from mlx_paged.server.router.metrics import ReplicaMetrics
+from mlx_paged.server.router.metrics import Families, ReplicaMetrics, families_of
 from mlx_paged.server.router.process import LoadedModel, ProcessFailedError, ServingProcess
 from mlx_paged.server.router.routing import Placement, Reason, Replica, RoutedRequest
 from mlx_paged.server.router.spec import ModelSpec
@@ -102,12 +102,12 @@ class ReplicaSet:
         answers = await asyncio.gather(*(_has(replica, response_id) for replica in replicas))
         return next((r for r, has in zip(replicas, answers, strict=True) if has), None)
 
-    def metrics(self, texts: Mapping[Replica, str]) -> Iterable[Metric]:
+    def metrics(self, texts: Mapping[Replica, str]) -> Families:
         """See `ServingProcess`. Adds metrics about the replicas themselves."""
         for replica in self.replicas:
             if replica in texts:
                 self._metrics.update(replica, texts[replica])
-        return (*self._metrics.families(), *self._own_metrics())
+        return self._metrics.families() | families_of(self._own_metrics())
 
     def _own_metrics(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("mlx_paged:replica_up", "1: it takes requests.", labels=["replica"])
