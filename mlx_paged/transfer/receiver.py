@@ -1,4 +1,17 @@
-"""Receiver: asks a prefill engine for the blocks of prompts, and keeps those that have arrived."""
+"""Receiver: asks a prefill engine for the blocks of prompts, and keeps those that have arrived.
+
+The blocks of a prompt that cannot be admitted yet stay here, and a transfer whose share is full
+stops reading until they are taken. Such transfers may hold all threads while a sequence that was
+admitted first, such as one of a higher priority, keeps them from being admitted. If that sequence's
+own transfer waited for a thread, neither would ever go on. So `urge` runs it on other threads::
+
+      any transfer      [ waits for room ] x MAX_TRANSFERS       until its sequence is admitted
+      urged transfers   [ its sequence takes each block at once ]
+
+No further waits are mutual. Blocks travel in one direction, and an engine has one role. A transfer
+reads as long as it may hold one block, whatever others hold. No lock is held during a wait for the
+other end, and both ends give it up: this one after silence, the other one after `_STALLED` seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +28,8 @@ from mlx_paged.transfer.wire import BEAT, TO_GREET, Connection, Kind, PrefillReq
 
 #: Prompts whose blocks arrive at once. Others wait for their turn.
 MAX_TRANSFERS = 16
+#: The same for prompts whose sequences wait for them with blocks of their own.
+MAX_URGED_TRANSFERS = 4
 #: Bytes of blocks that have arrived and are not used yet. Prompts have equal shares; one block may
 #: exceed that.
 MAX_WAITING_BYTES = 256 << 20
@@ -48,10 +63,11 @@ class Incoming:
         on_change: Called when a block has arrived, and at the end.
 
     Attributes:
+        is_urged: True if a sequence waited for it before it had begun.
         failure: Why no more blocks come; None while they do, and once all have come.
         num_waiting_bytes: Bytes that have arrived and are not taken yet.
         num_blocks, num_bytes: Blocks that have arrived, and their bytes.
-        seconds: Time from the question to the last block; None until all have arrived.
+        seconds: Time from its making to the last block; None until all have arrived.
     """
 
     def __init__(
@@ -64,6 +80,7 @@ class Incoming:
         on_change: Callable[[], None],
     ) -> None:
         self.request = request
+        self.is_urged = self._has_begun = False
         self.failure: str | None = None
         self.num_waiting_bytes = self.num_blocks = self.num_bytes = 0
         self.seconds: float | None = None
@@ -77,6 +94,7 @@ class Incoming:
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._share: Callable[[], int] = lambda: MAX_WAITING_BYTES
+        self._made_at = time.monotonic()
 
     def take(self, group: int, block: int) -> memoryview | None:
         """Takes a block; gives up those before it, which no one needs. None if it is not there.
@@ -110,15 +128,25 @@ class Incoming:
             if self._connection is not None:
                 self._connection.close()
 
+    def urge(self) -> bool:
+        """Marks it as urged; returns False if it has begun, or was urged before."""
+        with self._changed:
+            is_first = not (self._has_begun or self.is_urged)
+            self.is_urged |= is_first
+        return is_first
+
     # On the thread of the transfer.
 
-    def run(
-        self, address: Address, secret: bytes, began: float, share: Callable[[], int]
-    ) -> str | None:
+    def begin(self) -> bool:
+        """Returns True for the first thread, which calls `run`."""
+        with self._changed:
+            is_first, self._has_begun = not self._has_begun, True
+        return is_first
+
+    def run(self, address: Address, secret: bytes, share: Callable[[], int]) -> str | None:
         """Receives all blocks; returns why that failed.
 
         Args:
-            began: Time at which it was asked for.
             share: Returns the maximum of `num_waiting_bytes`, which one block may exceed.
         """
         self._share = share
@@ -126,7 +154,7 @@ class Incoming:
         try:
             if self._is_cancelled:
                 return None
-            if time.monotonic() - began > _PROGRESS:
+            if time.monotonic() - self._made_at > _PROGRESS:
                 raise TimeoutError("too many prompts wait")
             connection = Connection(socket.create_connection(address, timeout=TO_GREET))
             try:
@@ -146,7 +174,7 @@ class Incoming:
             if self._is_cancelled:
                 return None
             self.failure = failure
-            self.seconds = None if failure is not None else time.monotonic() - began
+            self.seconds = None if failure is not None else time.monotonic() - self._made_at
             self._is_complete = failure is None
         self._on_change()
         return failure
@@ -193,7 +221,7 @@ class Incoming:
 
 
 class Receiver:
-    """Asks one prefill engine, with a thread for each prompt.
+    """Asks one prefill engine, with a thread for each prompt whose blocks arrive.
 
     Args:
         address: Of the engine.
@@ -204,8 +232,8 @@ class Receiver:
         self._address = address
         self._secret = secret
         self._paused_until = float("-inf")
-        self._queue: SimpleQueue[tuple[Incoming, float] | None] = SimpleQueue()
-        self._num_threads = 0
+        self._any = _Threads(MAX_TRANSFERS, self._run)
+        self._urged = _Threads(MAX_URGED_TRANSFERS, self._run)
         self._running: set[Incoming] = set()
 
     @property
@@ -215,20 +243,24 @@ class Receiver:
 
     def start(self, incoming: Incoming) -> None:
         """Begins a transfer, now or later."""
-        self._queue.put((incoming, time.monotonic()))
-        if self._num_threads < MAX_TRANSFERS:
-            self._num_threads += 1
-            # A daemon: the interpreter's exit must not wait for another machine.
-            threading.Thread(target=self._run, name="mlx-paged-kv-receiver", daemon=True).start()
+        self._any.put(incoming)
 
-    def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            incoming, began = entry
-            self._running.add(incoming)
-            failure = incoming.run(self._address, self._secret, began, self._share)
-            self._running.discard(incoming)
-            if failure is not None and not incoming.num_blocks:
-                self._paused_until = time.monotonic() + _PAUSE
+    def urge(self, incoming: Incoming) -> None:
+        """Begins a transfer that was started and whose sequence has been admitted.
+
+        The sequence must take the blocks as they arrive, or the transfer be cancelled.
+        """
+        if incoming.urge():
+            self._urged.put(incoming)
+
+    def _run(self, incoming: Incoming) -> None:
+        if not incoming.begin():
+            return
+        self._running.add(incoming)
+        failure = incoming.run(self._address, self._secret, self._share)
+        self._running.discard(incoming)
+        if failure is not None and not incoming.num_blocks:
+            self._paused_until = time.monotonic() + _PAUSE
 
     def _share(self) -> int:
         """Bytes of one prompt that may wait."""
@@ -236,5 +268,32 @@ class Receiver:
 
     def close(self) -> None:
         """Ends the threads once they have nothing to do. Cancel the transfers first."""
-        for _ in range(MAX_TRANSFERS):
+        self._any.close()
+        self._urged.close()
+
+
+class _Threads:
+    """Runs transfers in order, each on a thread. Threads are started as they are needed."""
+
+    def __init__(self, most: int, run: Callable[[Incoming], None]) -> None:
+        self._most = most
+        self._run_one = run
+        self._num = 0
+        self._queue: SimpleQueue[Incoming | None] = SimpleQueue()
+
+    def put(self, incoming: Incoming) -> None:
+        """Runs a transfer, now or later."""
+        self._queue.put(incoming)
+        if self._num < self._most:
+            self._num += 1
+            # A daemon: the interpreter's exit must not wait for another machine.
+            threading.Thread(target=self._run, name="mlx-paged-kv-receiver", daemon=True).start()
+
+    def _run(self) -> None:
+        while (incoming := self._queue.get()) is not None:
+            self._run_one(incoming)
+
+    def close(self) -> None:
+        """Ends the threads once they have nothing to do."""
+        for _ in range(self._num):
             self._queue.put(None)

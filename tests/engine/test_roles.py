@@ -380,6 +380,64 @@ def stepped(engine: Engine) -> bool:
     return bool(engine._scheduler.has_unfinished)
 
 
+def test_a_prompt_that_overtakes_others_does_not_wait_for_their_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transfer of the one that cannot be admitted is full, and holds the only thread; that of
+    the admitted one waited for a thread, and its sequence for that transfer."""
+    monkeypatch.setattr(receiver, "MAX_TRANSFERS", 1)
+    monkeypatch.setattr(receiver, "MAX_WAITING_BYTES", 1)
+    options = {"max_num_seqs": 1, "policy": "priority"}
+    with pair_of(embedded_twin(), embedded_twin(), tmp_path, **options) as pair:
+        one = make(embedded_twin(), **OPTIONS)
+        first, second = random_prompts(100, 100, seed=6)
+        expected, _ = answers(one, [first, second])
+        long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        running = pair.decode.add_request("running", [5, 6, 7], long)
+        pair.step()
+        low = pair.decode.add_request("low", first, GREEDY, priority=1)
+        remote = pair.decode._offloading._levels.remote  # type: ignore[union-attr]
+        [transfer] = remote._transfers.values()  # type: ignore[union-attr]
+
+        def is_full() -> bool:
+            pair.step_prefill()
+            return transfer.incoming.num_waiting_bytes > 0
+
+        wait_until(is_full, "no block came")
+        high = pair.decode.add_request("high", second, GREEDY, priority=-1)
+        pair.decode.abort("running")
+        pair.run(pair.decode.check_integrity)
+        assert running.finished
+        assert [output.outputs[0].token_ids for output in (low, high)] == expected
+        assert [output.num_cached_tokens for output in (low, high)] == [NUM_CACHED] * 2
+        assert high.metrics.finished_time < low.metrics.first_token_time  # type: ignore[operator]
+        wait_until(lambda: is_at_rest(pair), "a transfer does not end")
+
+
+def test_an_urged_transfer_ends_with_its_restoration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would keep its thread from others until its sequence is admitted again."""
+    monkeypatch.setattr(receiver, "MAX_TRANSFERS", 0)  # All transfers have to be urged.
+    monkeypatch.setattr(receiver, "MAX_URGED_TRANSFERS", 1)
+    options = {"max_num_seqs": 1, "policy": "priority"}
+    with pair_of(embedded_twin(), embedded_twin(), tmp_path, **options) as pair:
+        one = make(embedded_twin(), **OPTIONS)
+        first, second = random_prompts(100, 100, seed=6)
+        expected, _ = answers(one, [first, second])
+        low = pair.decode.add_request("low", first, GREEDY, priority=1)
+        while not pair.decode._kv.restorations:
+            pair.decode.step()
+        pair.decode.step()
+        wait_until(lambda: pair.prefill.has_unfinished, "the transfer is not urged")
+        [seq] = pair.decode._scheduler.running.items
+        pair.decode._scheduler._preempt(seq)
+        high = pair.decode.add_request("high", second, GREEDY, priority=-1)
+        pair.run(pair.decode.check_integrity)
+        assert [output.outputs[0].token_ids for output in (low, high)] == expected
+        assert high.num_cached_tokens == NUM_CACHED
+
+
 # --- Failures -------------------------------------------------------------------------------------
 
 

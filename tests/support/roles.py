@@ -28,11 +28,12 @@ class Pair:
 
     def step(self) -> None:
         """One step of both, as their threads would do."""
-        for engine in (self.prefill, self.decode):
-            if engine.has_unfinished:
-                engine.step()
-            else:
-                engine.on_idle()
+        self.step_prefill()
+        _step(self.decode)
+
+    def step_prefill(self) -> None:
+        """One step of the prefill engine."""
+        _step(self.prefill)
 
     def run(self, after_step: Callable[[], object] = lambda: None) -> None:
         """Steps until the decode engine has answered all requests."""
@@ -46,6 +47,13 @@ class Pair:
         output = self.decode.add_request(name, prompt, params)
         self.run()
         return output
+
+
+def _step(engine: Engine) -> None:
+    if engine.has_unfinished:
+        engine.step()
+    else:
+        engine.on_idle()
 
 
 def transfers_of(engine: Engine) -> TransferStats:

@@ -220,6 +220,8 @@ class RemoteLevel:
         transfer = self._transfers[number]
         data = transfer.incoming.take(group, block)
         if data is None:
+            # Transfers of sequences that wait for this one may hold all other threads.
+            self._receiver.urge(transfer.incoming)
             return None
         transfer.is_used = True
         return np.frombuffer(data, dtype=np.uint8)
@@ -240,7 +242,9 @@ class RemoteLevel:
             if transfer.incoming.failure is not None:
                 self._note_failure(transfer)
             waits = any(s.tables is None and not s.is_finished for s in transfer.request.sequences)
-            if transfer.has_failed or transfer.is_used or not waits:
+            # An urged one whose sequence has lost its blocks would keep its thread from others.
+            is_useless = transfer.is_used or transfer.incoming.is_urged or not waits
+            if transfer.has_failed or is_useless:
                 self._end(transfer)
 
     @property
