@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import zlib
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One core per worker. `native/test_threads.py` runs the kernels on several threads.
@@ -41,6 +40,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import programs
 from support.reference import ON_GPU
+from support.sampled_cases import sampled
 
 from mlx_paged import drop_in
 from mlx_paged.engine import gc_pause
@@ -107,45 +107,15 @@ def real_freezing() -> Iterator[None]:
     gc.freeze = gc.unfreeze = stand_in
 
 
-def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leaves out tests marked `long`, and all but one in n cases of those marked `one_in`.
-
-    At least one of each kind remains, marked or not. For ids like "file: fault", each file is a
-    kind; otherwise each test is one kind. MLX_PAGED_TEST_SAMPLE=4 leaves out three in four cases of
-    every test.
-    """
-    sample = int(os.environ.get("MLX_PAGED_TEST_SAMPLE", "1"))
-
-    def one_in(item: pytest.Item) -> int:
-        marker = item.get_closest_marker("one_in")
-        return sample * (marker.args[0] if marker else 1)
-
-    def kind_of(item: pytest.Item) -> tuple[str, str]:
-        name, _, case = item.nodeid.partition("[")
-        return name, case.partition(": ")[0] if ": " in case else ""
-
-    items = [item for item in items if item.get_closest_marker("long") is None]
-    kinds = {kind_of(item) for item in items if one_in(item) == 1}
-    kept = []
-    for item in items:
-        if (num_cases := one_in(item)) > 1:
-            case = item.nodeid.partition("[")[2]
-            if kind_of(item) in kinds and zlib.crc32(case.encode()) % num_cases:
-                continue
-            kinds.add(kind_of(item))
-        kept.append(item)
-    return kept
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out tests that only `make test-long` runs, unless MLX_PAGED_ALL_CASES is set.
 
     MLX_PAGED_TEST_SHARD=2/4 runs every fourth test, starting with the second.
     """
     if not os.environ.get("MLX_PAGED_ALL_CASES"):
-        kept = set(sampled := _sampled(items))
+        kept = set(left := sampled(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = sampled
+        items[:] = left
     shard, shards = map(int, os.environ.get("MLX_PAGED_TEST_SHARD", "1/1").split("/"))
     others = [item for i, item in enumerate(items) if i % shards != shard - 1]
     if others:

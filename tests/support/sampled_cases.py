@@ -1,0 +1,38 @@
+"""Chooses the cases of a run that is not of all cases."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+
+
+def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leaves out tests marked `long`, and all but one in n cases of those marked `one_in`.
+
+    At least one of each kind remains, marked or not. For ids like "file: fault", each file is a
+    kind; otherwise each test is one kind. MLX_PAGED_TEST_SAMPLE=4 leaves out three in four cases of
+    every test.
+    """
+    sample = int(os.environ.get("MLX_PAGED_TEST_SAMPLE", "1"))
+
+    def one_in(item: pytest.Item) -> int:
+        marker = item.get_closest_marker("one_in")
+        return sample * (marker.args[0] if marker else 1)
+
+    def kind_of(item: pytest.Item) -> tuple[str, str]:
+        name, _, case = item.nodeid.partition("[")
+        return name, case.partition(": ")[0] if ": " in case else ""
+
+    items = [item for item in items if item.get_closest_marker("long") is None]
+    kinds = {kind_of(item) for item in items if one_in(item) == 1}
+    kept = []
+    for item in items:
+        if (num_cases := one_in(item)) > 1:
+            # With the test's name: otherwise two tests of the same cases would run the same few.
+            if kind_of(item) in kinds and zlib.crc32(item.name.encode()) % num_cases:
+                continue
+            kinds.add(kind_of(item))
+        kept.append(item)
+    return kept
