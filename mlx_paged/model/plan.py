@@ -175,7 +175,7 @@ class StepInputs:
         media: Inputs of the rows besides tokens, or None.
         num_ordered_rows: Leading rows that must have the same bits in any batch, on the CPU. Their
             logits are needed.
-        features: ``[num_rows, width]``: hidden states of another model, for a draft head.
+        features: ``[num_rows, ...]``: hidden states of another model, for a draft head.
         bounds: ``[2, num_rows]`` int32: see `build_plan`; None if no row sees a later one, apart
             from media.
         adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
@@ -225,7 +225,7 @@ class StepInputs:
             tables = longer(self.tables)
         features = self.features
         if features is not None:
-            features = mx.pad(features, [(0, more), (0, 0)])
+            features = mx.pad(features, [(0, more)] + [(0, 0)] * (features.ndim - 1))
         return replace(
             self,
             context_lens=np.concatenate([self.context_lens, none]),

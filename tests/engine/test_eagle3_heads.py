@@ -78,6 +78,9 @@ CASES = {
         {**RESIDUAL, "window": 12},
     ),
     "Mistral, the model's output": Case("mistral", {"has_output": False}, {}),
+    "Llama, one state of the head's own size": Case(
+        "llama", {"eagle_aux_hidden_state_layer_ids": [4]}, {}
+    ),
 }  # fmt: skip
 
 
@@ -131,7 +134,8 @@ def test_drafts_are_those_of_the_reference(tmp_path: Path, oracle: Oracle, name:
     reference = Reference(weights, embeddings, output=output, **case.reference)
     chosen = random.Random(2).sample(oracle.made, 25)
     for tokens, row, draft in chosen:
-        states = states_of(model, tokens[:-1], PLACES)
+        places = case.head.get("eagle_aux_hidden_state_layer_ids", PLACES)
+        states = states_of(model, tokens[:-1], places)
         drafts = reference.drafts(tokens, states, chooser(row), len(draft.tokens))
         assert tuple(drafts) == draft.tokens
     assert len({draft.tokens for *_, draft in chosen}) > 5, "drafts depend on the text"

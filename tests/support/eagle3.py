@@ -48,8 +48,9 @@ def make_eagle3(
         has_output: False leaves the output projection to the model.
     """
     rng = np.random.default_rng(seed)
+    num_features = len(fields.get("eagle_aux_hidden_state_layer_ids", range(3)))
     shapes = {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "fc.weight": (HIDDEN, num_features * HIDDEN),
         "midlayer.self_attn.q_proj.weight": (HEADS * DIM, 2 * HIDDEN),
         "midlayer.self_attn.k_proj.weight": (KV_HEADS * DIM, 2 * HIDDEN),
         "midlayer.self_attn.v_proj.weight": (KV_HEADS * DIM, 2 * HIDDEN),
@@ -71,8 +72,11 @@ def make_eagle3(
     ):
         weights[name] = (1 + 0.2 * rng.standard_normal(HIDDEN)).astype(np.float32)
     more = {
-        "input_norm.weight": 3 * HIDDEN if fields.get("norm_before_fc") else 0,
-        **{f"fc_norm.{i}.weight": HIDDEN if fields.get("fc_norm") else 0 for i in range(3)},
+        "input_norm.weight": num_features * HIDDEN if fields.get("norm_before_fc") else 0,
+        **{
+            f"fc_norm.{i}.weight": HIDDEN if fields.get("fc_norm") else 0
+            for i in range(num_features)
+        },
     }
     if nested is not None and nested.get("model_type") == "qwen3":
         more |= {f"midlayer.self_attn.{name}_norm.weight": DIM for name in "qk"}

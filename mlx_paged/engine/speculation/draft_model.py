@@ -159,7 +159,11 @@ def make_eagle3(
         to_vocabulary=spread,
     )
     return HeadDrafter(
-        runner, masks, max_model_len=max_model_len, num_tokens=config.layer.vocab_size
+        runner,
+        masks,
+        max_model_len=max_model_len,
+        num_tokens=config.layer.vocab_size,
+        num_features=config.num_features,
     )
 
 

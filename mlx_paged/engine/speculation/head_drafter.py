@@ -53,7 +53,13 @@ class _Rows:
 
 
 class HeadDrafter(PagedDrafter):
-    """Drafts with a head of the model, whose runner takes features. See `PagedDrafter`."""
+    """Drafts with a head of the model, whose runner takes features. See `PagedDrafter`.
+
+    Args:
+        num_features: Number of the model's states that a row's features join. The head then gets
+            them apart, ``[num_rows, num_features, hidden_size]``, unlike states of its own. None if
+            the head takes both alike.
+    """
 
     def __init__(
         self,
@@ -62,12 +68,14 @@ class HeadDrafter(PagedDrafter):
         *,
         max_model_len: int | None,
         num_tokens: int,
+        num_features: int | None = None,
         more: Sequence[ModelRunner] = (),
     ) -> None:
         super().__init__(
             runner, masks, max_model_len=max_model_len, num_tokens=num_tokens, more=more
         )
         self.price = self
+        self._num_features = num_features
         self._rows: dict[int, _Rows] = {}  # by seq_id
         self._hidden: mx.array | None = None  # of the step that these are from
 
@@ -120,7 +128,10 @@ class HeadDrafter(PagedDrafter):
         members = self._members(rows, wanted)
         at = [np.arange(each.first, each.first + len(each.token_ids)) for each in rows]
         [places] = ops.upload(np.concatenate(at).astype(np.int32))
-        rounds = self._run.launch(members, hidden[places])
+        features = hidden[places]
+        if self._num_features is not None:
+            features = features.reshape(len(features), self._num_features, -1)
+        rounds = self._run.launch(members, features)
 
         def finish() -> list[Draft | None]:
             rounds.read()

@@ -128,8 +128,8 @@ class DraftRounds:
 
         Args:
             members: Sequences with few tokens first.
-            features: ``[num_tokens, width]``, for the tokens of the first round in order. Further
-                rounds use the states of the previous round.
+            features: ``[num_tokens, ...]``, for the tokens of the first round in order. Further
+                rounds use the states of the previous round, ``[num_tokens, hidden_size]``.
         """
         self.make_copies()
         drafting = [member for member in members if member.max_drafts]

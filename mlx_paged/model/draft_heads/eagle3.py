@@ -251,8 +251,8 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         """``[B, L]`` tokens -> ``[B, L, draft_vocab_size]`` logits.
 
         Args:
-            features: ``[B * L, width]``: joined states of the model, or states of this head's own
-                last layer. None means zeros.
+            features: ``[B * L, num_features, target_hidden_size]``: states of the model, or
+                ``[B * L, hidden_size]``: states of this head's own last layer. None means zeros.
         """
         embeds = self.embed_tokens(inputs)
         size = self.config.layer.hidden_size
@@ -260,8 +260,7 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
             hidden = mx.zeros((*inputs.shape, size), embeds.dtype)
         else:
             hidden = features.reshape(*inputs.shape, -1)
-            # By size alone, a model whose joined states are this wide looks like the head itself.
-            if hidden.shape[-1] != size:
+            if features.ndim == 3:  # Not by size: joined states may be as wide as the head's own.
                 hidden = self._joined(hidden)
         hidden = hidden.astype(embeds.dtype)
         cache = cache or [None] * len(self.layers)
