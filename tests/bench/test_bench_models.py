@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import TIMEOUT
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -61,7 +62,7 @@ def test_gaps_belong_to_the_work_during_which_they_begin(monkeypatch: pytest.Mon
         await stream.token_at(100.0)  # ends what began before the work
         await worked.wait()
         await stream.token_at(108.0)
-        largest: float = await asyncio.wait_for(measuring, 60)
+        largest: float = await asyncio.wait_for(measuring, TIMEOUT)
         await gaps.close()
         return largest
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import TIMEOUT
 
 from mlx_paged.cli import batch as batches
 from mlx_paged.cli.entry import status_of
@@ -90,7 +91,7 @@ def interrupt_in_the_middle(
     """Runs four lines at a time; signals when some are done. Returns status, stderr, lines."""
     source, output = batch
     process = start("-i", source, "-o", output, "--max-num-seqs", "4")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + TIMEOUT
     while not output.exists() or output.read_bytes().count(b"\n") < 10:
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline

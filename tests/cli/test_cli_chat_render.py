@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from rich.console import Console, RenderableType
+from support.waiting import TIMEOUT
 
 from mlx_paged.cli.chat.render import (
     LiveAnswer,
@@ -148,7 +149,7 @@ def test_nothing_is_redrawn_while_a_finished_part_is_printed(
     monkeypatch.setattr("mlx_paged.cli.chat.render.rendered", slow)
     with answer:
         answer.feed("one\ntwo")
-        assert redrawn.wait(30)
+        assert redrawn.wait(TIMEOUT)
         answer._looked = 0.0
         answer.feed("\nthree")
         count = len(found)

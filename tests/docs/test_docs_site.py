@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from support.waiting import TIMEOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -40,7 +41,7 @@ def build(project: Path, site: Path) -> str:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
     )
     warnings = re.findall(r"^(?:WARNING|ERROR).*", found.stderr, re.MULTILINE)
     assert (found.returncode == 0) == (not warnings), found.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.models import dense_greedy, embedded, save_tiny, tiny_config
+from support.waiting import TIMEOUT, until
 
 from mlx_paged.demo.prompts import CHATS, SYSTEM_PROMPT
 
@@ -44,28 +45,27 @@ class Server:
         self.process = subprocess.Popen(
             [*COMMANDS[kind], *arguments], env=env, stdout=self.log, stderr=self.log
         )
-        for _ in range(600):
-            try:
-                if self.get("/health")[0] == 200:
-                    return
-            except OSError:
-                assert self.process.poll() is None, self.text()
-            time.sleep(0.1)
-        raise AssertionError(self.text())
+        until(self.is_ready)
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.text()
+        with contextlib.suppress(OSError):
+            return self.get("/health")[0] == 200
+        return False
 
     def text(self) -> str:
         self.log.seek(0)
         return self.log.read()
 
     def get(self, path: str) -> tuple[int, str]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read().decode()
 
     def post(self, path: str, **body: Any) -> Any:
         """The answer as an object; of a stream, its events in order."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         text = response.read().decode()
@@ -88,7 +88,7 @@ class Server:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=300)
+        self.process.wait(timeout=TIMEOUT)
         self.log.close()
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer
 from support.models import embedded
+from support.waiting import TIMEOUT
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import FinishReason
@@ -70,7 +71,7 @@ def test_a_stream_that_is_collected_while_its_text_is_read(llm, monkeypatch) -> 
     monkeypatch.setattr(IncrementalDetokenizer, "add", collect_and_add)
     reader = threading.Thread(target=lambda: found.append(update.text), daemon=True)
     reader.start()
-    reader.join(60)
+    reader.join(TIMEOUT)
     assert not reader.is_alive(), "it waits for itself"
     assert found == [expected] and is_there() is None
     assert not llm.engine.has_unfinished

@@ -18,6 +18,7 @@ import mlx.core as mx
 import pytest
 from support.interrupts import Interrupter
 from support.models import embedded_twin
+from support.waiting import TIMEOUT
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine import gc_pause
@@ -154,7 +155,7 @@ def test_what_is_collected_in_the_middle_may_let_go(monkeypatch) -> None:
     monkeypatch.setattr(gc_pause, "gc", names)
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(TIMEOUT)
     assert not thread.is_alive(), "it waits for itself"
     assert found == [False, True] and len(num_left) == 2
 

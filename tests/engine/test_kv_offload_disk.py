@@ -31,6 +31,7 @@ from support.offloading import (
     run_beside,
     run_load,
 )
+from support.waiting import TIMEOUT
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams, ops
 from mlx_paged.core import MissReason
@@ -349,7 +350,9 @@ def test_a_killed_process_leaves_nothing_wrong(tmp_path: Path) -> None:
     chats = random_prompts(200, 328)
     cold = make(embedded_twin(), block_size=8, num_gpu_blocks_override=400)
     expected, _ = answers(cold, chats)
-    run = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "40"], check=False, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, "40"], check=False, timeout=TIMEOUT
+    )
     assert run.returncode == -signal.SIGKILL
     assert list(tmp_path.rglob("*.tmp")) and list(tmp_path.rglob("*.kv"))
     llm = embedded(tmp_path, num_gpu_blocks_override=400)
@@ -360,7 +363,7 @@ def test_a_killed_process_leaves_nothing_wrong(tmp_path: Path) -> None:
 
 def test_a_process_writes_what_is_left_when_it_ends(tmp_path: Path) -> None:
     code = KILLED.replace("llm.engine._offloading.flush()\n", "")
-    subprocess.run([sys.executable, "-c", code, tmp_path, "0"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, tmp_path, "0"], check=True, timeout=TIMEOUT)
     assert answers(embedded(tmp_path), random_prompts(200, 328))[1] == [192, 320]
 
 
@@ -370,7 +373,7 @@ def test_a_server_writes_when_it_is_idle(tmp_path: Path) -> None:
         engine = AsyncEngine(lambda: Engine(embedded_twin(), config))
         await engine.ready()
         await engine.generate(random_prompts(200)[0], GREEDY)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT
         while not list(tmp_path.rglob("*.kv")):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)

@@ -16,6 +16,7 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 # isort: split
 import pytest
 from support.models import embedded_twin
+from support.waiting import TIMEOUT
 
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -26,8 +27,6 @@ from mlx_paged.engine.ranks.lead import Ranks, RanksExecutor
 from mlx_paged.engine.ranks.life import Follower, Followers, last_words
 from mlx_paged.engine.ranks.messages import JOIN, READY, RESET, Message
 from mlx_paged.errors import EngineDeadError
-
-SECONDS = 60  # for events that come at once
 
 
 class Other:
@@ -65,7 +64,7 @@ def two() -> Iterator[tuple[Followers, list[Other]]]:
 
 
 def failure_of(followers: Followers) -> str:
-    assert followers._failed.wait(SECONDS)
+    assert followers._failed.wait(TIMEOUT)
     assert followers.failure is not None
     return followers.failure
 
@@ -87,7 +86,7 @@ def test_ranks_join_when_all_are_ready(two: tuple[Followers, list[Other]]) -> No
     assert not others[1].channel.wait(0)
     others[0].channel.send(Message(READY).encode())
     assert [other.channel.receive().kind for other in others] == [JOIN, JOIN]
-    waiting.join(SECONDS)
+    waiting.join(TIMEOUT)
     others[1].end()
     with pytest.raises(EngineDeadError, match="rank 2 of 3 ended"):
         followers.gather()
@@ -157,7 +156,7 @@ class Dying:
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None and timeout is not None:
             raise subprocess.TimeoutExpired("a rank", timeout)
-        assert self.reported.wait(SECONDS)
+        assert self.reported.wait(TIMEOUT)
         self.returncode = -9
         return self.returncode
 
@@ -173,9 +172,9 @@ def test_a_late_report_of_an_exit_is_still_the_reason() -> None:
     failing = threading.Thread(target=lambda: found.append(followers.failed(lost).reason))
     other.end()
     failing.start()
-    assert followers._has_ended.wait(SECONDS) and followers.failure is None
+    assert followers._has_ended.wait(TIMEOUT) and followers.failure is None
     process.reported.set()
-    failing.join(SECONDS)
+    failing.join(TIMEOUT)
     assert found == [failure_of(followers)] == ["rank 1 of 2 was ended by SIGKILL"]
     followers.close()
 
@@ -192,7 +191,7 @@ def test_a_step_that_never_ends_is_told_and_ends_the_process(
     followers.on_stuck = told.append
     with followers.operation():
         others[0].end()
-        assert ended.wait(SECONDS)
+        assert ended.wait(TIMEOUT)
     assert told == ["rank 1 of 3 ended"]
 
 
@@ -221,7 +220,7 @@ libc = ctypes.PyDLL(None)  # which keeps the GIL
 def test_a_process_that_hangs_since_a_rank_ended(hang: str) -> None:
     """As one does that waits for a GPU which waits for the lost rank."""
     ended = subprocess.run(
-        [sys.executable, "-c", RANK_0 + hang, "1"], capture_output=True, text=True, timeout=SECONDS
+        [sys.executable, "-c", RANK_0 + hang, "1"], capture_output=True, text=True, timeout=TIMEOUT
     )
     assert ended.returncode == 1
     assert ended.stderr.endswith("mlx-paged: rank 1 of 2 ended; rank 0 hung and exits too\n")
@@ -230,7 +229,7 @@ def test_a_process_that_hangs_since_a_rank_ended(hang: str) -> None:
 def test_a_process_may_go_on_after_a_rank_ended() -> None:
     code = RANK_0 + "import time; time.sleep(life._HUNG_TIMEOUT + 1); sys.exit(3)"
     command = [sys.executable, "-c", code, str(life._HUNG_TIMEOUT)]
-    assert subprocess.run(command, timeout=SECONDS).returncode == 3
+    assert subprocess.run(command, timeout=TIMEOUT).returncode == 3
 
 
 def test_a_process_that_loads_waits_for_no_answers(
@@ -243,7 +242,7 @@ def test_a_process_that_loads_waits_for_no_answers(
     followers, others = two
     with followers.loading():
         others[0].end()
-        assert ended.wait(SECONDS)
+        assert ended.wait(TIMEOUT)
 
 
 def test_rank_0_waits_for_others_that_may_end(two: tuple[Followers, list[Other]]) -> None:
@@ -255,7 +254,7 @@ def test_rank_0_waits_for_others_that_may_end(two: tuple[Followers, list[Other]]
 
 def waiting_for_no_one(begin: Callable[[], object]) -> None:
     begin()
-    threading.Event().wait(SECONDS)
+    threading.Event().wait(TIMEOUT)
     raise AssertionError("the wait went on")
 
 
@@ -327,7 +326,7 @@ async def _idle_engine() -> None:
     await engine.ready()
     assert engine.is_alive
     other.end()
-    engine._thread.join(SECONDS)
+    engine._thread.join(TIMEOUT)
     assert not engine.is_alive
     with pytest.raises(EngineDeadError) as caught:
         await engine.add_request([1, 2, 3])

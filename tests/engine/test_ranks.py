@@ -21,6 +21,7 @@ from support.eagle3 import make_eagle3
 from support.models import embedded, save_tiny, tiny_config, tiny_model
 from support.ports import free_ports
 from support.rank_driver import answers
+from support.waiting import TIMEOUT
 
 from mlx_paged import LLM
 from mlx_paged.engine.config import EngineConfig
@@ -33,7 +34,6 @@ TESTS = Path(__file__).parents[1]
 # Requests for four ranks, which wait for each other actively, and are more than CI has cores.
 FEW = 4
 # For events that come within ten seconds, unless other tests take the cores.
-SECONDS = 90
 OPTIONS: dict[str, Any] = {
     "num_gpu_blocks_override": 24,
     "block_size": 8,
@@ -107,12 +107,12 @@ class Driver:
         assert next(line for line in self._lines() if line.strip() == "RUNS")
 
     def errors(self) -> str:
-        return self.process.communicate(timeout=SECONDS)[1]
+        return self.process.communicate(timeout=TIMEOUT)[1]
 
 
 def wait_for_end(pids: list[int]) -> None:
     """Waits until processes are gone that are no children of this one."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + TIMEOUT
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"{alive} are left"
         time.sleep(0.02)
@@ -276,7 +276,7 @@ def test_a_killed_rank_ends_all_with_the_reason(kind: str, request: pytest.Fixtu
     driver: Driver = request.getfixturevalue(kind)
     driver.generate()
     os.kill(driver.pids[0], signal.SIGKILL)
-    assert driver.process.wait(SECONDS) != 0
+    assert driver.process.wait(TIMEOUT) != 0
     assert "rank 1 of 2 was ended by SIGKILL" in driver.errors()
     wait_for_end(driver.pids)
 

@@ -32,6 +32,7 @@ from support.roles import (
     port_of,
     transfers_of,
 )
+from support.waiting import TIMEOUT
 from test_kv_offloading import mla
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams
@@ -51,7 +52,7 @@ NUM_CACHED = 96  # all full blocks before the last token
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.001)
@@ -501,7 +502,10 @@ def free_port() -> int:
 
 
 def is_listening(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT),
+    ):
         return True
     return False
 

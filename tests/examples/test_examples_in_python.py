@@ -15,6 +15,7 @@ import httpx
 import pytest
 from support.example_programs import EXAMPLES, command, run, run_cli, run_here
 from support.server_helpers import until
+from support.waiting import TIMEOUT
 
 from mlx_paged.demo.real_model import real_model_path
 from mlx_paged.wheels import DownloadError
@@ -138,12 +139,12 @@ def application(folder: Path) -> Iterator[httpx.Client]:
     started = [sys.executable, "-m", "uvicorn", *options]
     process = subprocess.Popen(started, cwd=folder)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT) as client:
             until(lambda: process.poll() is not None or client.get("/load").status_code == 200)
             yield client
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(TIMEOUT)
 
 
 def test_async_server(tmp_path) -> None:

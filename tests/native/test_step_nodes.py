@@ -17,6 +17,7 @@ import pytest
 from support.ports import free_ports
 from support.reference import DTYPES, ON_GPU
 from support.simulated import launches, needs_simulator, sim_ext, simulated
+from support.waiting import TIMEOUT
 
 from mlx_paged import executables, ops, reference
 from mlx_paged.doctor.self_test import exact
@@ -452,7 +453,7 @@ def test_ranks_reduce_and_gather_within_steps(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [rank.communicate(timeout=240) for rank in ranks]
+    outputs = [rank.communicate(timeout=TIMEOUT) for rank in ranks]
     for number, (rank, (output, errors)) in enumerate(zip(ranks, outputs, strict=True)):
         assert rank.returncode == 0, errors[-3000:]
         [line] = [line for line in output.splitlines() if line.startswith("RESULT ")]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import TIMEOUT
 
 from mlx_paged.offload import index, writer
 from mlx_paged.offload.folder import OffloadFolder
@@ -58,8 +59,8 @@ def get(store: BlockStore, digest: bytes, group: int = 0) -> bytes | None:
     store.pin(key)
     out, done = bytearray(SIZES[group]), threading.Event()
     read = store.read(key, memoryview(out), done)
-    is_good = read is not None and read.result(10)
-    assert read is None or done.wait(10)
+    is_good = read is not None and read.result(TIMEOUT)
+    assert read is None or done.wait(TIMEOUT)
     store.unpin(key)
     store.note_read(key, is_good=is_good)
     return bytes(out) if is_good else None
@@ -93,7 +94,7 @@ def test_a_pinned_block_outlives_its_file(open_store, tmp_path: Path) -> None:
     path.unlink()
     out = bytearray(SIZES[0])
     read = store.read(key, memoryview(out), threading.Event())
-    assert read is not None and read.result(10) and out == content(NAMES[0], 0)
+    assert read is not None and read.result(TIMEOUT) and out == content(NAMES[0], 0)
     store.unpin(key)
     assert get(store, NAMES[0]) is None and not store.warnings.counts
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.waiting import TIMEOUT
 
 from mlx_paged.server.child_process import PIPE, ChildProcess
 
@@ -20,7 +21,7 @@ os.register_at_fork(before=lambda: forks.append(os.getpid()))
 
 def run(test: Callable[[], Awaitable[None]], loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT):
             await test()
 
     with asyncio.Runner(loop_factory=loop) as runner:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import TIMEOUT
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.catalog import ModelState
@@ -91,10 +92,10 @@ def model(name: str, path: str | None = None, **fields: Any) -> ModelSpec:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Runs a test on a loop, for at most a minute."""
+    """Runs a test on a loop, and ends it if it hangs."""
 
     def runs() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        asyncio.run(asyncio.wait_for(test(), TIMEOUT))
 
     runs.__name__ = test.__name__
     return runs
@@ -444,4 +445,4 @@ def test_random_requests_keep_within_the_budget(data: st.DataObject) -> None:
         await asyncio.gather(*others)
         assert not machine.running
 
-    asyncio.run(asyncio.wait_for(play(), 60))
+    asyncio.run(asyncio.wait_for(play(), TIMEOUT))

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.waiting import TIMEOUT
 
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.memory import MemoryUsage, served_memory
@@ -63,14 +64,14 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mo
 
 
 async def loaded(process: ModelProcess) -> LoadedModel:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT):
         return await process.loaded()
 
 
 async def failure(process: ModelProcess) -> str:
     with pytest.raises(ProcessFailedError) as failed:
         await loaded(process)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT):
         await process.ended()
     return str(failed.value)
 
@@ -128,7 +129,7 @@ def test_an_unusable_report_of_a_loaded_model_ends_its_process(started) -> None:
             lambda account, num_tokens: used.append((account, num_tokens + 0)),
         )
         await loaded(process)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT):
             assert "SIGKILL" in await process.ended()
 
     asyncio.run(run())
@@ -159,7 +160,7 @@ def test_a_canceled_start_leaves_no_process(started, monkeypatch) -> None:
 
     asyncio.run(run())
     own = [each for each in psutil.Process().children() if each not in before]
-    _, alive = psutil.wait_procs(own, timeout=60)
+    _, alive = psutil.wait_procs(own, timeout=TIMEOUT)
     for each in alive:
         each.kill()
     assert not alive

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from support.server_helpers import process, until
+from support.waiting import TIMEOUT
 
 from mlx_paged.cli.serve.model_options import ModelOptions
 from mlx_paged.cli.serve.server_options import ServerOptions
@@ -241,7 +242,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(TIMEOUT):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -254,7 +255,7 @@ def test_a_process_imports_and_then_gets_its_model(started, tmp_path: Path) -> N
         await eventually(lambda: made.has_imported)
         assert not (tmp_path / "model").exists()
         made.launch(ModelSpec("m", None, launch=model), lambda replica, count: None)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT):
             assert await made.loaded() == LoadedModel(7)
         assert (tmp_path / "model").read_bytes() == model
         made.kill()
@@ -282,7 +283,7 @@ def test_a_process_imports_in_bursts_until_its_model_arrives(started, tmp_path: 
         await eventually((tmp_path / "in bursts").exists)
         assert not made.has_imported
         made.launch(ModelSpec("m", None, launch=b"model"), lambda replica, count: None)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT):
             assert await made.loaded() == LoadedModel(7)
         made.kill()
         await made.ended()
@@ -296,7 +297,7 @@ def test_a_process_without_a_model_ends_with_its_router(started, ahead: str, tmp
         made = await started(ahead)
         await eventually(lambda: made.has_imported or (tmp_path / "importing").exists())
         made._process.stdin.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(TIMEOUT):
             assert await made.ended() == "exit status 0"
         assert not (tmp_path / "model").exists() and not (tmp_path / "sockets").exists()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import TIMEOUT
 
 from mlx_paged.errors import (
     EngineDeadError,
@@ -90,7 +91,7 @@ class Life:
                 record = BatchRecord(batch_id, "openai", URL, 1000, 4600, "1h", self.file.id)
                 self.id = (await manager.create(record)).id
             try:
-                await asyncio.wait_for(act(manager), 60)
+                await asyncio.wait_for(act(manager), TIMEOUT)
             finally:
                 await manager.close()
 
@@ -349,7 +350,7 @@ def test_lines_wait_for_a_busy_server_but_not_for_ever() -> None:
         endpoint = InProcess(app)
         bodies = (b"x", b"x", b"too much", b"too much")
         posts = (endpoint.post(URL, body, str(i)) for i, body in enumerate(bodies))
-        return await asyncio.wait_for(asyncio.gather(*posts), 60)
+        return await asyncio.wait_for(asyncio.gather(*posts), TIMEOUT)
 
     assert [reply.status_code for reply in asyncio.run(post())] == [200, 200, 429, 429]
     assert answers.count(429) >= 4

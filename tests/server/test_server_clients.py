@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from support.server_helpers import RunningServer, running
+from support.waiting import TIMEOUT
 
 from mlx_paged.server.config import ServerConfig
 
@@ -39,7 +40,7 @@ def run_async(server: RunningServer, work: Any) -> Any:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="secret", max_retries=0
         ) as client:
-            return await asyncio.wait_for(work(client), 60)
+            return await asyncio.wait_for(work(client), TIMEOUT)
 
     return asyncio.run(main())
 

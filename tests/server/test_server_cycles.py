@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from support.server_helpers import RunningServer, running
+from support.waiting import TIMEOUT
 
 CHAT = [{"role": "user", "content": "x"}]
 SHORT = {"max_tokens": 4, "ignore_eos": True}
@@ -59,7 +60,7 @@ def test_an_ended_request_is_in_no_reference_cycle(server, name) -> None:
 
     def ask() -> None:
         headers = {"Connection": "close"}
-        answer = httpx.post(server.url + path, json=body, headers=headers, timeout=60)
+        answer = httpx.post(server.url + path, json=body, headers=headers, timeout=TIMEOUT)
         assert answer.status_code == 200, answer.text
         server.until(lambda: not server._server.server_state.connections)
 

@@ -21,6 +21,7 @@ import pytest
 from support.hash_model import VOCAB_SIZE, follows, hash_model
 from support.leftovers import leftovers_of
 from support.server_helpers import RunningServer, process, running
+from support.waiting import TIMEOUT
 
 from mlx_paged import ops
 from mlx_paged.engine.async_engine import AsyncEngine
@@ -115,7 +116,7 @@ async def storm(port: int, seed: int, seconds: float) -> Counter[str]:
     async def client(number: int) -> None:
         rng = random.Random(f"{seed}-{number}")
         while asyncio.get_running_loop().time() < end:
-            await asyncio.wait_for(one_request(port, rng, seen), 60)
+            await asyncio.wait_for(one_request(port, rng, seen), TIMEOUT)
 
     # Half-open: connections that say nothing, or stop in the middle of a word.
     silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]

@@ -14,6 +14,7 @@ import pytest
 from support.adapters import fused, greedy, random_layers, write_mlx
 from support.models import embedded, embedded_twin
 from support.server_helpers import RunningServer, running, validate
+from support.waiting import TIMEOUT
 
 from mlx_paged import AsyncEngine
 from mlx_paged.errors import AdapterError, InvalidParameterError
@@ -59,11 +60,11 @@ def answer(path: Path | None, prompt: str = PROMPT) -> str:
 
 def complete(server: RunningServer, model: str, **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": PROMPT, **SAMPLING, **fields}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT)
 
 
 def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    return httpx.post(f"{server.url}{path}", json=body, timeout=TIMEOUT)
 
 
 def test_an_adapter_is_a_model(server: RunningServer, paths: list[Path]) -> None:

@@ -24,6 +24,7 @@ from support.responses_helpers import (
 )
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
+from support.waiting import TIMEOUT
 
 from mlx_paged.engine.client import EngineRequest
 from mlx_paged.server.config import ServerConfig
@@ -314,7 +315,7 @@ def test_logs_are_bounded_and_the_oldest_events_go_first() -> None:
         assert last == [b"%04d" % i * 250 for i in range(990, 1000)]
         assert made[2].adapter is None and made[2].num_readers == 1
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT))
 
 
 def test_the_end_of_the_server_ends_them() -> None:
@@ -340,4 +341,4 @@ def test_the_end_of_the_server_ends_them() -> None:
         assert [e async for e in following] == [b"stopped shutting_down"]
         assert all(adapter.closed for adapter in adapters)
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT))

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from support.routers import Router, running_router
 from support.server_helpers import until
+from support.waiting import TIMEOUT
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -217,7 +218,7 @@ def test_a_background_response_is_counted_while_it_runs(router: Router) -> None:
 def opened(router: Router, key: str = "plain", **options: Any) -> ClientConnection:
     url = router.url.replace("http", "ws") + RESPONSES
     headers = {"Authorization": f"Bearer {key}"}
-    return connect(url, additional_headers=headers, open_timeout=60, **options)
+    return connect(url, additional_headers=headers, open_timeout=TIMEOUT, **options)
 
 
 def turn(connection: ClientConnection, **body: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import pytest
 from support.responses_helpers import EVENT, MODEL, check_response
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, running
+from support.waiting import TIMEOUT
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, InvalidStatus
 from websockets.frames import Close
 from websockets.sync.client import ClientConnection, connect
@@ -55,7 +56,7 @@ def opened(
     given = {"Authorization": "Bearer secret", **headers}
     sock = socket.create_connection(("127.0.0.1", server.port))
     url = f"ws://{host}:{server.port}{path}"
-    with connect(url, sock=sock, additional_headers=given, open_timeout=60) as found:
+    with connect(url, sock=sock, additional_headers=given, open_timeout=TIMEOUT) as found:
         yield found
 
 

@@ -15,9 +15,9 @@ from unittest import mock
 
 from mlx_paged.cli.entry import status_of
 from mlx_paged.cli.main import app
+from support.waiting import TIMEOUT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-_TIMEOUT = 280
 
 
 def commands(name: str) -> list[list[str]]:
@@ -93,7 +93,7 @@ def _run(command: list[str | Path], folder: Path, environment: dict[str, str]) -
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=_TIMEOUT,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from mlx_paged.wheels import DownloadError, _exclusive, cache_directory
+from support.waiting import TIMEOUT
 
 NAME, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
@@ -45,7 +46,7 @@ def _download(folder: Path) -> None:
                    "--disable-pip-version-check", "--dest", work,
                    f"{NAME}=={VERSION}"]  # fmt: skip
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired as error:
             raise DownloadError(f"pip could not download {NAME} within 240 s") from error
         archives = list(Path(work).glob("*.tar.gz"))

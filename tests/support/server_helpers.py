@@ -29,32 +29,9 @@ from mlx_paged.server.context import Context
 from mlx_paged.server.run import bind, with_timeouts
 from mlx_paged.server.websocket import SETTINGS, websockets
 from support.hangs import all_threads
+from support.waiting import TIMEOUT, until
 
-TIMEOUT = 300.0
-_LONGEST_TURN = 10.0  # a request may wait 5 s
 ENGINE: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 1000, "max_num_seqs": 64}
-
-
-def until(condition: Callable[[], Any], timeout: float = TIMEOUT) -> None:
-    """Waits for a condition; a connection error counts as false.
-
-    Raises:
-        AssertionError: Timeout; the message has the stacks of this process's threads.
-    """
-    waited, error = 0.0, None
-    while True:
-        start = time.monotonic()
-        try:
-            if condition():
-                return
-        except httpx.TransportError as failed:
-            error = failed
-        if waited >= timeout:
-            # Not an `assert`, because pytest would truncate the text.
-            raise AssertionError(f"it did not happen in time\n{all_threads()}") from error
-        time.sleep(0.02)
-        # Time in which the whole machine stood still does not count.
-        waited += min(time.monotonic() - start, _LONGEST_TURN)
 
 
 def drained(sock: socket.socket) -> bytes:
