@@ -20,6 +20,9 @@ namespace mlx_paged::cpu {
 
 namespace {
 
+// Bytes that processors move between their caches: Apple's lines, or pairs of lines on x86-64.
+constexpr size_t kCacheLine = 128;
+
 std::atomic<int> thread_limit{256};
 
 int detect_num_processors() {
@@ -129,7 +132,8 @@ class PhasedJob : public Job {
       : task_(&task),
         num_threads_(num_threads()),
         phases_(num_tasks.size()),
-        next_(num_tasks.size() * num_threads_) {
+        num_lines_(int(num_tasks.size() + kCountersPerLine - 1) / kCountersPerLine),
+        claimed_(size_t(num_threads_) * num_lines_) {
     for (size_t i = 0; i < num_tasks.size(); i++) {
       phases_[i].num_tasks = num_tasks[i];
     }
@@ -162,10 +166,22 @@ class PhasedJob : public Job {
 
  private:
   // One cache line each, because all threads count in the running phase.
-  struct alignas(64) Phase {
+  struct alignas(kCacheLine) Phase {
     std::atomic<int> num_done{0};
     int num_tasks = 0;
   };
+
+  static constexpr int kCountersPerLine = kCacheLine / sizeof(std::atomic<int>);
+
+  struct alignas(kCacheLine) Counters {
+    std::atomic<int> of_phase[kCountersPerLine] = {};
+  };
+
+  // Tasks of a phase claimed from a thread's share.
+  std::atomic<int>& claimed(int p, int thread) {
+    auto& line = claimed_[size_t(thread) * num_lines_ + p / kCountersPerLine];
+    return line.of_phase[p % kCountersPerLine];
+  }
 
   // Returns a task that no thread has claimed, or num_tasks.
   int claim(int p, int thread) {
@@ -173,7 +189,7 @@ class PhasedJob : public Job {
     for (int other = 0; other < num_threads_; other++) {
       const int share = (thread + other) % num_threads_;
       const int end = first_of(share + 1, num_tasks);
-      auto& next = next_[p * num_threads_ + share];
+      auto& next = claimed(p, share);
       // Read first, so that a counter stays within its share and a few more.
       if (first_of(share, num_tasks) + next.load(std::memory_order_relaxed) >= end) {
         continue;
@@ -220,8 +236,10 @@ class PhasedJob : public Job {
   const std::function<void(int, int)>* task_;
   int num_threads_;
   std::vector<Phase> phases_;
-  std::vector<std::atomic<int>> next_;  // [phase, thread]: tasks claimed of each thread's share
-  std::atomic<int> current_{0};         // the running phase
+  int num_lines_;
+  // [thread, phase]: threads write to cache lines of their own until they take others' tasks.
+  std::vector<Counters> claimed_;
+  std::atomic<int> current_{0};  // the running phase
   std::atomic<bool> failed_{false};
 };
 
