@@ -22,6 +22,9 @@ _OUTER_SPACE = re.compile(r"addrspace\((\d+)\)\*?$")  # of `float addrspace(1)*`
 _NAME = r'[%@](?:[\w.$-]+|"[^"]*")'
 _LAST_NAME = re.compile(rf"({_NAME})$")
 _DBG = re.compile(r", !dbg !(\d+)")
+_DBG_ATTACHED = re.compile(r",? !dbg !\d+")
+_DBG_RECORD = re.compile(r"^(?:.*@llvm\.dbg\.| *#dbg_).*\n", re.MULTILINE)
+_LOCATION = re.compile(r"^!(\d+) = (?:distinct )?!DI", re.MULTILINE)
 _ASSIGN = re.compile(rf"^  ({_NAME}) = (.*)$")
 _CALL = re.compile(r"\b(?:call|invoke)\b[^@]*@([\w.$]+|\"[^\"]*\")\(")
 _DEFINE = re.compile(r"^define .*?@([\w.$]+|\"[^\"]*\")\(")
@@ -85,7 +88,8 @@ class Instrumenter:
             "declare void @__sim_read(i64, i64, i32)\ndeclare void @__sim_write(i64, i64, i32)\n"
         )
         at = text.index("\ndefine ") + 1 if "\ndefine " in text else len(text)
-        result.text = strip_address_spaces(text[:at] + declarations + text[at:])
+        text = strip_debug_info(text[:at] + declarations + text[at:])
+        result.text = strip_address_spaces(text)
         return result
 
     # --- One function -----------------------------------------------------------------------------
@@ -316,10 +320,6 @@ def _without_constructors(text: str) -> tuple[str, list[str]]:
 def strip_address_spaces(text: str) -> str:
     out, declared = [], set()
     for line in text.split("\n"):
-        if line.startswith(("!", "target ")):
-            # Unrolling is for registers; here it would only cost compile time.
-            out.append(_UNROLL.sub('!"llvm.loop.unroll.disable"}', line))
-            continue
         if "addrspace" in line:
             line = _SPACE.sub("", line).replace("addrspacecast", "bitcast")
         if "@llvm." in line:
@@ -334,6 +334,25 @@ def strip_address_spaces(text: str) -> str:
             line = re.sub(r' (noinline|"frame-pointer"="[^"]*")', "", line)
         out.append(line)
     return "\n".join(out)
+
+
+def strip_debug_info(text: str) -> str:
+    """Removes source locations, which the sites have by now: optimizing them takes a third of the
+    optimizer's time. Loops lose their hints to unroll, too: unrolling is for registers."""
+    at = text.find("\n!") + 1 or len(text)
+    code, metadata = _DBG_RECORD.sub("", text[:at]), text[at:]
+    code = _DBG_ATTACHED.sub("", code)
+    locations = {f"!{number}" for number in _LOCATION.findall(metadata)}
+    out = []
+    for line in metadata.split("\n"):
+        name, _, node = line.partition(" = ")
+        if name in locations or name == "!llvm.dbg.cu":
+            continue
+        if node.startswith("distinct !{!"):  # a loop
+            parts = [p for p in node[len("distinct !{") : -1].split(", ") if p not in locations]
+            line = f"{name} = distinct !{{{', '.join(parts)}}}"
+        out.append(_UNROLL.sub('!"llvm.loop.unroll.disable"}', line))
+    return code + "\n".join(out)
 
 
 def instrument(text: str, user_files: set[str]) -> Instrumented:
