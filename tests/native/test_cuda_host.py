@@ -3,7 +3,7 @@ compiled by the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUD
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` has every number of bits: by default one that divides a byte, one
 that does not, and whole bytes. Planted faults show that a comparison can fail. Each compiles a
-program of its own: those of the stream and of sums stand for all, which `make test-long` runs.
+program of its own, so that one in the sums of ranks stands for all, which `make test-long` runs.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ ADDED = "kernels/linear_adapters.h"
 
 
 @needs_nvcc
-@pytest.mark.one_in(32)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [

@@ -221,7 +221,7 @@ def brief_server() -> Iterator[RunningServer]:
 DOCUMENTED = [p for p in PATHS if not POOLING.search(p) and not p.endswith("/render")]
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("path", [*DOCUMENTED, "/score"])
 def test_the_document_is_kept(brief_server, path) -> None:
     check_path(brief_server.url, path, max_examples=NUM_EXAMPLES)

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Page, expect
 from support import mcp_server
 from support.page_helpers import answered, in_browser, send, visiting
-from support.page_quality import WIDTHS, check_look
+from support.page_quality import AT_ALL_WIDTHS, check_look
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running
 
@@ -302,7 +302,7 @@ def test_a_call_that_hangs_is_stopped(server, page, tmp_path) -> None:
 
 
 @in_browser
-@pytest.mark.parametrize("width", WIDTHS)
+@AT_ALL_WIDTHS
 def test_axe_finds_nothing_in_tools(browser, server, width) -> None:
     with visiting(browser, server, viewport={"width": width, "height": 780}) as visitor:
         page = visitor.open()

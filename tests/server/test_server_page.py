@@ -29,7 +29,7 @@ from support.page_helpers import (
     shoot,
     visiting,
 )
-from support.page_quality import WIDTHS, check_escape, check_keys, check_look
+from support.page_quality import AT_ALL_WIDTHS, check_escape, check_keys, check_look
 from support.server_helpers import running
 
 import mlx_paged
@@ -828,7 +828,7 @@ def open_everything(page: Page) -> Iterator[str]:
 
 @in_browser
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("width", WIDTHS)
+@AT_ALL_WIDTHS
 def test_axe_finds_nothing(browser, page_server, width) -> None:
     with visiting(
         browser, page_server, viewport={"width": width, "height": 780}, reduced_motion="reduce"
@@ -919,7 +919,7 @@ def test_keys_reach_everything(visitor) -> None:
 
 
 @in_browser
-@pytest.mark.parametrize("width", WIDTHS)
+@AT_ALL_WIDTHS
 def test_dialogs_keep_the_focus_and_give_it_back(browser, page_server, width) -> None:
     viewport = {"width": width, "height": 780}
     with visiting(browser, page_server, viewport=viewport) as visitor:

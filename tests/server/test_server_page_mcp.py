@@ -18,7 +18,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 from support import mcp_server
 from support.page_helpers import Visitor, answered, in_browser, send, visiting
-from support.page_quality import WIDTHS, check_escape, check_keys, check_look
+from support.page_quality import AT_ALL_WIDTHS, check_escape, check_keys, check_look
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, TIMEOUT, RunningServer, running, until
 
@@ -400,7 +400,7 @@ def test_prompts_are_inserted_and_resources_attached(server, visitor, mcp_url) -
 
 @in_browser
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("width", WIDTHS)
+@AT_ALL_WIDTHS
 def test_the_dialog_of_tools_in_all_states(browser, server, mcp_url, refusing, width) -> None:
     """By axe, by its widths, and by keys alone."""
     with visiting(browser, server, viewport={"width": width, "height": 780}) as visitor:

@@ -43,8 +43,8 @@ FRONT_FLAGS = [
 ]
 # Headers of the simulator may get other timestamps, but not another text (`sources_hash`).
 PRECOMPILE_FLAGS = ["-c", "-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp"]
-# -O2 takes longer to compile than tests gain from it. Kernels that run once, like those of a mutant,
-# are not worth the optimiser's time at all.
+# -O2 takes more time than tests gain. Kernels that run once, like those of a mutant, are not
+# worth the optimiser's time at all.
 OPTIMISATION = os.environ.get("MLX_PAGED_SIM_OPTIMISATION", "-O1")
 # -undef: of the predefined names only Metal's.
 PREPROCESS_FLAGS = ["-E", "-x", "c++", "-std=c++17", "-undef", "-nostdinc", "-nostdinc++"]
