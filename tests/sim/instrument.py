@@ -21,6 +21,7 @@ _SPACE = re.compile(r" ?addrspace\((\d+)\)")
 _OUTER_SPACE = re.compile(r"addrspace\((\d+)\)\*?$")  # of `float addrspace(1)*`, `ptr addrspace(1)`
 _NAME = r'[%@](?:[\w.$-]+|"[^"]*")'
 _LAST_NAME = re.compile(rf"({_NAME})$")
+_PLAIN_POINTER = re.compile(r"((?:ptr|%?[\w.]+)(?: addrspace\(\d+\))?\*?) [%@][\w.$-]+")
 _DBG = re.compile(r", !dbg !(\d+)")
 _DBG_ATTACHED = re.compile(r",? !dbg !\d+")
 _DBG_RECORD = re.compile(r"^(?:.*@llvm\.dbg\.| *#dbg_).*\n", re.MULTILINE)
@@ -288,6 +289,8 @@ def _with_operation(user: Site, chain: tuple[Site, ...]) -> Site:
 
 def _pointer_type(pointer: str) -> str:
     """The type part of `TYPE %name` or `TYPE getelementptr (...)`."""
+    if plain := _PLAIN_POINTER.fullmatch(pointer):
+        return plain[1]
     depth = 0
     for i, c in enumerate(pointer):
         depth += (c in "([{<") - (c in ")]}>")

@@ -19,6 +19,11 @@ class Site:
     operation: str = ""  # the library function called there
 
 
+_LOCATION = re.compile(
+    r"!DILocation\(line: (\d+)(?:, column: (\d+))?, scope: !(\d+)(?:, inlinedAt: !(\d+))?"
+)
+
+
 class DebugInfo:
     def __init__(self, text: str) -> None:
         self.nodes = dict(re.findall(r"^!(\d+) = (?:distinct )?(!DI.*)$", text, re.MULTILINE))
@@ -28,10 +33,11 @@ class DebugInfo:
     def chain(self, location: str) -> tuple[Site, ...]:
         """Places of an instruction, innermost first: where it is, and where that was inlined."""
         if location not in self._chains:
-            text = self.nodes[location]
-            file, function = self._scope(reference(text, "scope"))
-            site = Site(file, number_of(text, "line"), number_of(text, "column"), function)
-            outer = reference(text, "inlinedAt")
+            found = _LOCATION.match(self.nodes[location])
+            assert found, self.nodes[location]
+            line, column, scope, outer = found.groups()
+            file, function = self._scope(scope)
+            site = Site(file, int(line), int(column or 0), function)
             self._chains[location] = (site, *(self.chain(outer) if outer else ()))
         return self._chains[location]
 
