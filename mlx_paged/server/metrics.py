@@ -421,6 +421,8 @@ def _transfer_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
          transfers.num_failed_prompts),
         ("mlx_paged:kv_transfer_blocks", "Blocks sent or received.", transfers.num_blocks),
         ("mlx_paged:kv_transfer_bytes", "Bytes of these blocks.", transfers.num_bytes),
+        ("mlx_paged:kv_transfer_shared_bytes", "Those through memory that both servers share.",
+         transfers.num_shared_bytes),
     )  # fmt: skip
 
 

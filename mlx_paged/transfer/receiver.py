@@ -9,22 +9,34 @@ own transfer waited for a thread, neither would ever go on. So `urge` runs it on
       urged transfers   [ its sequence takes each block at once ]
 
 No further waits are mutual. Blocks travel in one direction, and an engine has one role. A transfer
-reads as long as it may hold one block, whatever others hold. No lock is held during a wait for the
+reads as long as it may hold one block, whatever others hold, and so does the prefill engine for
+blocks in shared memory, for which no thread waits here. No lock is held during a wait for the
 other end, and both ends give it up: this one after silence, the other one after `_STALLED` seconds.
 """
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
 from mlx_paged.checksum import crc32
-from mlx_paged.transfer.wire import BEAT, TO_GREET, Connection, Kind, PrefillRequest, WireError
+from mlx_paged.offload.segments import Record
+from mlx_paged.transfer.local import Link, Linker
+from mlx_paged.transfer.memory import MemoryView
+from mlx_paged.transfer.wire import (
+    BEAT,
+    OFFSET,
+    Connection,
+    Kind,
+    PrefillRequest,
+    WireError,
+)
 
 #: Prompts whose blocks arrive at once. Others wait for their turn.
 MAX_TRANSFERS = 16
@@ -40,15 +52,22 @@ _PROGRESS = 60.0
 # Seconds for which an engine that could not be reached is not asked again.
 _PAUSE = 10.0
 
-Address = tuple[str, int]
-
 
 class Arrived(NamedTuple):
-    """A block whose checksum is right."""
+    """A block that is complete.
+
+    Attributes:
+        block: Its number in the prompt.
+        data: Its bytes, which must not be written.
+        is_shared: True if they are in memory that the prefill engine owns.
+        release: Call it, on any thread, once nothing reads `data` any more.
+    """
 
     group: int
-    block: int  # its number in the prompt
+    block: int
     data: memoryview
+    is_shared: bool
+    release: Callable[[], None]
 
 
 class Incoming:
@@ -65,8 +84,10 @@ class Incoming:
     Attributes:
         is_urged: True if a sequence waited for it before it had begun.
         failure: Why no more blocks come; None while they do, and once all have come.
-        num_waiting_bytes: Bytes that have arrived and are not taken yet.
+        num_waiting_bytes: Bytes that have arrived and are not taken yet, without those in shared
+            memory.
         num_blocks, num_bytes: Blocks that have arrived, and their bytes.
+        num_shared_bytes: Bytes of those that came through shared memory.
         seconds: Time from its making to the last block; None until all have arrived.
     """
 
@@ -82,7 +103,7 @@ class Incoming:
         self.request = request
         self.is_urged = self._has_begun = False
         self.failure: str | None = None
-        self.num_waiting_bytes = self.num_blocks = self.num_bytes = 0
+        self.num_waiting_bytes = self.num_blocks = self.num_bytes = self.num_shared_bytes = 0
         self.seconds: float | None = None
         self._numbers = numbers
         self._block_bytes = block_bytes
@@ -93,23 +114,32 @@ class Incoming:
         self._waiting: deque[Arrived] = deque()
         self._changed = threading.Condition()
         self._connection: Connection | None = None
+        self._memory: MemoryView | None = None
+        self._num_lent = 0  # blocks in shared memory that were not given back
+        self._given_back = bytearray()  # offsets that are to be sent
         self._share: Callable[[], int] = lambda: MAX_WAITING_BYTES
         self._made_at = time.monotonic()
 
-    def take(self, group: int, block: int) -> memoryview | None:
-        """Takes a block; gives up those before it, which no one needs. None if it is not there.
-
-        The caller gives the buffer back.
-        """
+    def take(self, group: int, block: int) -> Arrived | None:
+        """Takes a block; gives up those before it, which no one needs. None if it is not there."""
         with self._changed:
             while self._waiting:
-                found = self._waiting.popleft()
-                self.num_waiting_bytes -= found.data.nbytes
+                found = self._take()
                 self._changed.notify_all()
                 if (found.group, found.block) == (group, block):
-                    return found.data
-                self._give_buffer(found.data)
+                    return found
+                found.release()
         return None
+
+    def _take(self) -> Arrived:
+        found = self._waiting.popleft()
+        if not found.is_shared:
+            self.num_waiting_bytes -= found.data.nbytes
+        return found
+
+    def _drop_waiting(self) -> None:
+        while self._waiting:
+            self._take().release()
 
     @property
     def is_over(self) -> bool:
@@ -121,12 +151,34 @@ class Incoming:
         """Ends it: its blocks are no longer wanted."""
         with self._changed:
             self._is_cancelled = True
-            while self._waiting:
-                self._give_buffer(self._waiting.popleft().data)
-            self.num_waiting_bytes = 0
+            self._drop_waiting()
             self._changed.notify_all()
             if self._connection is not None:
-                self._connection.close()
+                self._connection.end_reading()  # wakes the thread of the transfer
+                self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        """Closes the connection once it is read to its end, or cancelled, and no block is in use.
+
+        A closed connection gives all places in shared memory back.
+        """
+        is_read = self._is_complete or self._is_cancelled or self.failure is not None
+        if is_read and not self._num_lent and self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _give_back(self, offset: int) -> None:
+        with self._changed:
+            self._num_lent -= 1
+            self._close_if_unused()
+            if self._connection is not None:
+                self._given_back += OFFSET.pack(offset)
+                self._send_given_back(self._connection)
+
+    def _send_given_back(self, connection: Connection) -> None:
+        # What the other end does not read now is sent later.
+        with contextlib.suppress(OSError):
+            del self._given_back[: connection.send_now(self._given_back)]
 
     def urge(self) -> bool:
         """Marks it as urged; returns False if it has begun, or was urged before."""
@@ -143,61 +195,104 @@ class Incoming:
             is_first, self._has_begun = not self._has_begun, True
         return is_first
 
-    def run(self, address: Address, secret: bytes, share: Callable[[], int]) -> str | None:
+    def run(self, connect: Callable[[], Link], share: Callable[[], int]) -> str | None:
         """Receives all blocks; returns why that failed.
 
         Args:
+            connect: Connects to the prefill engine.
             share: Returns the maximum of `num_waiting_bytes`, which one block may exceed.
         """
         self._share = share
-        failure = None
+        failure: str | None = "the thread that received it has failed"
         try:
             if self._is_cancelled:
                 return None
             if time.monotonic() - self._made_at > _PROGRESS:
                 raise TimeoutError("too many prompts wait")
-            connection = Connection(socket.create_connection(address, timeout=TO_GREET))
-            try:
-                with self._changed:
-                    if self._is_cancelled:
-                        return None
-                    self._connection = connection
-                connection.greet_as_client(secret)
-                connection.send(self.request.encode(), _SILENCE)
+            connection, memory = connect()
+            with self._changed:
+                self._connection, self._memory = connection, memory
+            if not self._is_cancelled:
+                connection.send_request(self.request, _SILENCE)
                 self._receive(connection)
-            finally:
-                connection.close()
+            failure = None
         except (OSError, WireError) as error:
             failure = str(error)
+        finally:
+            self._end(failure)
+        return self.failure
+
+    def _end(self, failure: str | None) -> None:
         with self._changed:
-            self._connection = None
-            if self._is_cancelled:
-                return None
-            self.failure = failure
-            self.seconds = None if failure is not None else time.monotonic() - self._made_at
-            self._is_complete = failure is None
-        self._on_change()
-        return failure
+            if not self._is_cancelled:
+                self.failure = failure
+                self.seconds = None if failure is not None else time.monotonic() - self._made_at
+                self._is_complete = failure is None
+                if failure is not None:
+                    self._drop_waiting()
+            self._close_if_unused()
+        if not self._is_cancelled:
+            self._on_change()
 
     def _receive(self, connection: Connection) -> None:
         progress_at = time.monotonic()
-        while (kind := connection.read_kind(_SILENCE)) is not Kind.END:
+        while not self._is_cancelled and (kind := self._read_kind(connection)) is not Kind.END:
             if kind is Kind.FAILED:
                 raise WireError(connection.read_failure(_SILENCE))
-            if kind is Kind.RECORD:
-                self._receive_block(connection)
+            if kind is Kind.RECORD or kind is Kind.SHARED:
+                record = connection.read_record(_SILENCE)
+                block = self._number_of(record)
+                if kind is Kind.SHARED:
+                    self._note_shared(record, block)
+                else:
+                    self._receive_block(connection, record, block)
                 progress_at = time.monotonic()
             elif time.monotonic() - progress_at > _PROGRESS:
                 raise TimeoutError(f"no block came within {_PROGRESS:g} s")
 
-    def _receive_block(self, connection: Connection) -> None:
-        digest, group, length, crc, _ = connection.read_record(_SILENCE)
-        block = self._numbers.get(digest)
+    def _read_kind(self, connection: Connection) -> Kind:
+        if self._given_back:
+            with self._changed:
+                self._send_given_back(connection)
+        return connection.read_kind(_SILENCE)
+
+    def _number_of(self, record: Record) -> int:
+        """The number of the block in the prompt.
+
+        Raises:
+            WireError: It is no block of the prompt.
+        """
+        block, group, length = self._numbers.get(record.digest), record.group, record.length
         if block is None or group >= len(self._block_bytes):
             raise WireError("a block of another prompt came")
         if length != self._block_bytes[group]:
             expected = self._block_bytes[group]
             raise WireError(f"a block of {length} bytes came instead of {expected}")
+        return block
+
+    def _note_shared(self, record: Record, block: int) -> None:
+        if self._memory is None:
+            raise WireError("a block in shared memory came, and there is none")
+        try:
+            data = self._memory.bytes_at(record.offset, record.length)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        with self._changed:
+            if self._is_cancelled:
+                return
+            self._num_lent += 1
+            self.num_shared_bytes += record.length
+            release = partial(self._give_back, record.offset)
+            self._add(Arrived(record.group, block, data, is_shared=True, release=release))
+        self._on_change()
+
+    def _add(self, arrived: Arrived) -> None:
+        self._waiting.append(arrived)
+        self.num_blocks += 1
+        self.num_bytes += arrived.data.nbytes
+
+    def _receive_block(self, connection: Connection, record: Record, block: int) -> None:
+        length = record.length
         with self._changed:
             # Until the engine takes blocks, nothing is read, so the other end waits, too.
             self._changed.wait_for(lambda: self._is_cancelled or self._has_room(length))
@@ -206,18 +301,17 @@ class Incoming:
             self.num_waiting_bytes += length
         data = self._take_buffer(length)
         connection.read_into(data, time.monotonic() + _PROGRESS)
-        if crc32(data) != crc:
+        if crc32(data) != record.crc:
             raise WireError("a block is damaged")
         with self._changed:
             if self._is_cancelled:
                 return
-            self._waiting.append(Arrived(group, block, data))
-            self.num_blocks += 1
-            self.num_bytes += length
+            release = partial(self._give_buffer, data)
+            self._add(Arrived(record.group, block, data, is_shared=False, release=release))
         self._on_change()
 
     def _has_room(self, size: int) -> bool:
-        return not self._waiting or self.num_waiting_bytes + size <= self._share()
+        return not self.num_waiting_bytes or self.num_waiting_bytes + size <= self._share()
 
 
 class Receiver:
@@ -228,9 +322,8 @@ class Receiver:
         secret: Both engines have it.
     """
 
-    def __init__(self, address: Address, secret: bytes) -> None:
-        self._address = address
-        self._secret = secret
+    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
+        self._linker = Linker(address, secret)
         self._paused_until = float("-inf")
         self._any = _Threads(MAX_TRANSFERS, self._run)
         self._urged = _Threads(MAX_URGED_TRANSFERS, self._run)
@@ -257,7 +350,7 @@ class Receiver:
         if not incoming.begin():
             return
         self._running.add(incoming)
-        failure = incoming.run(self._address, self._secret, self._share)
+        failure = incoming.run(self._linker.connect, self._share)
         self._running.discard(incoming)
         if failure is not None and not incoming.num_blocks:
             self._paused_until = time.monotonic() + _PAUSE

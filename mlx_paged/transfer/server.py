@@ -10,18 +10,28 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_paged.checksum import crc32
 from mlx_paged.offload.segments import Block, Record
-from mlx_paged.transfer.wire import BEAT, Connection, PrefillRequest, WireError
+from mlx_paged.transfer import local
+from mlx_paged.transfer.memory import SharedMemory, Slot
+from mlx_paged.transfer.wire import (
+    BEAT,
+    WAIT_FRAME,
+    Connection,
+    PrefillRequest,
+    WireError,
+    shared_frame,
+)
 
 logger = logging.getLogger(__name__)
 
-#: Connections at once; each has one prompt. Further ones are closed.
+#: Connections at once; each has one prompt. Further ones are closed. Those whose blocks were all
+#: sent, and are used in shared memory, do not count.
 MAX_CONNECTIONS = 64
-#: Bytes of blocks that may wait to be sent, see `share_of`. An engine copies blocks only between
-#: steps, and one step of a GPU fills hundreds of megabytes.
+#: Bytes of blocks that may wait to be sent, or are in shared memory. An engine copies blocks only
+#: between steps, and one step of a GPU fills hundreds of megabytes.
 MAX_WAITING_BYTES = 512 << 20
 # Seconds after which a decode engine that takes nothing is given up. It takes nothing while all its
 # blocks are in use.
@@ -30,89 +40,202 @@ _STALLED = 60.0
 _RETRY = 1.0
 
 
-def share_of(num_prompts: int) -> int:
-    """Bytes of one of `num_prompts` prompts that may wait to be sent; one block may exceed them."""
-    return MAX_WAITING_BYTES // num_prompts
+class _Waiting(NamedTuple):
+    """A block that waits to be sent.
+
+    Attributes:
+        slot: Where it is in shared memory; None if its bytes are sent.
+    """
+
+    block: Block
+    slot: Slot | None
 
 
 class Outgoing:
     """The blocks of one prompt on their way to a decode engine. Any thread may call it.
 
     Args:
+        connection: To the decode engine.
         on_room: Called when more blocks may be added.
+        memory: Shared with the decode engine; None if it is on another machine.
 
     Attributes:
         is_gone: True once the receiver is gone.
-        num_waiting_bytes: Bytes that wait to be sent.
+        is_over: True once no more blocks are added.
+        num_waiting_bytes: Bytes that wait to be sent, or are in shared memory until the receiver
+            has used them.
     """
 
-    def __init__(self, request: PrefillRequest, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request: PrefillRequest,
+        connection: Connection,
+        on_room: Callable[[], None],
+        memory: SharedMemory | None = None,
+    ) -> None:
         self.request = request
-        self.is_gone = False
+        self.is_gone = self.is_over = False
         self.num_waiting_bytes = 0
+        self._connection = connection
         self._on_room = on_room
-        self._waiting: deque[Block] = deque()
-        self._is_over = False
+        self._memory = memory
+        self._waiting: deque[_Waiting] = deque()
+        self._lent: dict[int, Block] = {}  # by its offset in shared memory
+        self._unsent = bytearray()  # what the socket did not take at once of such blocks' records
+        self._is_sending = False  # the bytes of a block
+        self._num_sent_bytes = 0
+        self._full_since: float | None = None
         self._failure: str | None = None
         self._changed = threading.Condition()
 
-    def add(self, block: Block) -> None:
-        """Adds a block; its data must not change until it is released."""
+    @property
+    def shares_memory(self) -> bool:
+        """True if the decode engine is on this machine."""
+        return self._memory is not None
+
+    def take_slot(self, size: int) -> Slot | None:
+        """Returns a place in shared memory for a block; None if its bytes have to be sent."""
+        return None if self._memory is None else self._memory.take(size)
+
+    def has_room(self, size: int, share: int) -> bool:
+        """True if a block may be added.
+
+        Args:
+            size: Bytes of the block, and of those that will be added before it.
+            share: Maximum of `num_waiting_bytes`, which one block may exceed.
+        """
+        with self._changed:
+            if self.num_waiting_bytes + size <= share:
+                self._full_since = None
+                return True
+            if self._full_since is None:
+                self._full_since = time.monotonic()
+            return False
+
+    def add(self, block: Block, slot: Slot | None = None) -> None:
+        """Adds a block; its data must not change until it is released.
+
+        Args:
+            slot: The place that its data has from `take_slot`; None for other data.
+        """
         with self._changed:
             if self.is_gone:
                 block.on_released()
                 return
-            self._waiting.append(block)
             self.num_waiting_bytes += block.data.nbytes
-            self._changed.notify_all()
+            self._waiting.append(_Waiting(block, slot))
+            # A thread that is not woken leaves the processor to the engine.
+            if not self._lend():
+                self._changed.notify_all()
 
     def end(self, failure: str | None = None) -> None:
         """Ends it: all blocks were added, or why not."""
         with self._changed:
-            if not self._is_over:
-                self._is_over, self._failure = True, failure
+            if not self.is_over:
+                self.is_over, self._failure = True, failure
                 self._changed.notify_all()
 
-    def send_to(self, connection: Connection) -> None:
+    def send(self) -> None:
         """Sends the blocks until the end.
 
         Raises:
             OSError: The other end is gone, or does not take them.
         """
-        offset = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_over, BEAT)
-                block = None
-                if self._waiting and self._failure is None:
-                    block = self._waiting.popleft()
-                elif self._is_over:
-                    break
-            if block is None:
-                if connection.is_closed_by_peer:
+                self._changed.wait_for(
+                    lambda: self._waiting or self._unsent or self.is_over or self.is_gone, BEAT
+                )
+                if self.is_gone:
                     raise ConnectionError("the connection was closed")
-                connection.send_wait(_STALLED)
-                continue
-            data, size = block.data, block.data.nbytes
-            record = Record(block.digest, block.group, size, crc32(data), offset)
-            offset += size
-            try:
-                connection.send_record(record, data, _STALLED)
-            finally:
-                block.on_released()
-                with self._changed:
-                    self.num_waiting_bytes -= size
-            self._on_room()
-        connection.send_end(self._failure, _STALLED)
+                since = self._full_since
+                if since is not None and time.monotonic() - since > _STALLED:
+                    raise TimeoutError("it uses no blocks")
+                self._lend()
+                is_over = self.is_over and (self._failure is not None or not self._waiting)
+                block = None
+                if not is_over and self._waiting:
+                    block, _ = self._waiting.popleft()
+                    self._is_sending = True
+                elif not is_over and not self._unsent:
+                    self._unsent += WAIT_FRAME
+            self._send_unsent()
+            if is_over:
+                break
+            if block is not None:
+                self._send(block)
+            elif self._memory is None and self._connection.is_closed_by_peer:
+                raise ConnectionError("the connection was closed")
+        self._connection.send_end(self._failure, _STALLED)
+
+    def _send(self, block: Block) -> None:
+        data, size = block.data, block.data.nbytes
+        record = Record(block.digest, block.group, size, crc32(data), self._num_sent_bytes)
+        self._num_sent_bytes += size
+        try:
+            self._connection.send_record(record, data, _STALLED)
+        finally:
+            block.on_released()
+            with self._changed:
+                self._is_sending = False
+                self.num_waiting_bytes -= size
+                self._full_since = None
+        self._on_room()
+
+    def _lend(self) -> bool:
+        """Announces the next blocks in shared memory; returns False if the thread has work left."""
+        while self._waiting and not self._is_sending:
+            block, slot = self._waiting[0]
+            if slot is None:
+                break
+            self._waiting.popleft()
+            self._lent[slot.offset] = block
+            record = Record(block.digest, block.group, block.data.nbytes, 0, slot.offset)
+            self._unsent += shared_frame(record)
+        if self._unsent and not self._is_sending:
+            with contextlib.suppress(OSError):  # the thread meets it, too
+                del self._unsent[: self._connection.send_now(self._unsent)]
+        return not self._waiting and not self._unsent
+
+    def _send_unsent(self) -> None:
+        while True:
+            with self._changed:
+                del self._unsent[: self._connection.send_now(self._unsent)]
+                if not self._unsent:
+                    return
+            self._connection.wait_until_writable(_STALLED)
+
+    def collect(self) -> None:
+        """Takes places in shared memory back until the receiver has closed the connection."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._release(self._connection.read_given_back())
+        self.leave()
+
+    def release_all(self) -> None:
+        """Takes all places in shared memory back, because the receiver is gone."""
+        for offset in list(self._lent):
+            self._release(offset)
+
+    def _release(self, offset: int) -> None:
+        with self._changed:
+            block = self._lent.pop(offset, None)
+            if block is None:
+                return  # the receiver counts wrong, which harms only itself
+            self.num_waiting_bytes -= block.data.nbytes
+            self._full_since = None
+        block.on_released()
+        self._on_room()
 
     def leave(self) -> None:
-        """Drops everything, because the receiver is gone."""
+        """Drops everything that was not sent, because the receiver is gone."""
         with self._changed:
             self.is_gone = True
             while self._waiting:
-                block = self._waiting.popleft()
+                block, _ = self._waiting.popleft()
                 self.num_waiting_bytes -= block.data.nbytes
                 block.on_released()
+            self._changed.notify_all()
 
 
 class Prefiller(Protocol):
@@ -135,7 +258,8 @@ class Prefiller(Protocol):
 
 
 class PrefillServer:
-    """Listens for decode engines, with a thread for each connection.
+    """Listens for decode engines, with a thread for each connection, and another one for each that
+    shares memory.
 
     Args:
         address: To listen on.
@@ -152,22 +276,45 @@ class PrefillServer:
         self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
         self.port: int = self._socket.getsockname()[1]
         self._secret = secret
+        self._local: socket.socket | None = None
+        self._local_name = b""
+        try:
+            self._local, self._local_name = local.listen(MAX_CONNECTIONS)
+        except OSError as error:
+            logger.info("[prefill] all blocks go over TCP: %s", error)
+        self._memory: SharedMemory | None = None
         self._connections: set[Connection] = set()
+        self._ending: set[Connection] = set()  # whose blocks were all sent
+        self._outgoing: set[Outgoing] = set()
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self, prefiller: Prefiller) -> None:
         """Begins to take prompts, for as long as the prefiller exists."""
         reference = weakref.ref(prefiller)
-        thread = threading.Thread(
-            target=self._accept, args=(reference,), name="mlx-paged-kv-server", daemon=True
-        )
-        thread.start()
+        for listening in (self._socket, self._local):
+            if listening is not None:
+                threading.Thread(
+                    target=self._accept,
+                    args=(listening, reference),
+                    name="mlx-paged-kv-server",
+                    daemon=True,
+                ).start()
 
-    def _accept(self, reference: weakref.ref[Prefiller]) -> None:
+    def share_of(self, num_prompts: int) -> int:
+        """Bytes that may wait for each of `num_prompts` prompts; one block may exceed them.
+
+        Those of prompts that are over count, too, until their receivers have them.
+        """
+        with self._lock:
+            ended = (each for each in self._outgoing if each.is_over or each.is_gone)
+            over = sum(each.num_waiting_bytes for each in ended)
+        return max(0, MAX_WAITING_BYTES - over) // num_prompts
+
+    def _accept(self, listening: socket.socket, reference: weakref.ref[Prefiller]) -> None:
         while not self._is_closed:
             try:
-                sock, _ = self._socket.accept()
+                sock, _ = listening.accept()
                 connection = Connection(sock)
             except OSError as error:
                 if not self._is_closed:  # The process has no descriptor left, or the peer left.
@@ -184,27 +331,28 @@ class PrefillServer:
             else:
                 threading.Thread(
                     target=self._serve,
-                    args=(connection, prefiller),
+                    args=(connection, prefiller, listening is self._local),
                     name="mlx-paged-kv-sender",
                     daemon=True,
                 ).start()
             del prefiller  # It may end while this thread waits for a connection.
 
-    def _serve(self, connection: Connection, prefiller: Prefiller) -> None:
+    def _serve(self, connection: Connection, prefiller: Prefiller, is_local: bool) -> None:
         try:
             connection.greet_as_server(self._secret)
+            memory = None
+            if is_local:
+                memory = self._shared_memory()
+                local.offer(connection, memory)
+            else:
+                connection.send_name(self._local_name)
             request = connection.read_request(prefiller.max_tokens)
             refusal = prefiller.refusal(request)
             if refusal is not None:
                 connection.send_end(refusal, _STALLED)
                 return
-            outgoing = Outgoing(request, prefiller.wake)
-            try:
-                prefiller.begin(outgoing)
-                outgoing.send_to(connection)
-            finally:
-                outgoing.leave()
-                prefiller.wake()
+            outgoing = Outgoing(request, connection, prefiller.wake, memory)
+            self._send(outgoing, connection, prefiller)
         except WireError as error:
             logger.warning("[prefill] a connection was refused: %s", error)
         except OSError as error:
@@ -213,14 +361,53 @@ class PrefillServer:
             connection.close()
             with self._lock:
                 self._connections.discard(connection)
+                self._ending.discard(connection)
+
+    def _send(self, outgoing: Outgoing, connection: Connection, prefiller: Prefiller) -> None:
+        collector = None
+        if outgoing.shares_memory:
+            collector = threading.Thread(
+                target=outgoing.collect, name="mlx-paged-kv-collector", daemon=True
+            )
+            collector.start()
+        with self._lock:
+            self._outgoing.add(outgoing)
+        try:
+            prefiller.begin(outgoing)
+            outgoing.send()
+        finally:
+            outgoing.leave()
+            prefiller.wake()
+            if collector is not None:
+                # The receiver may still read blocks. It closes the connection when it is done.
+                connection.end_sending()
+                with self._lock:
+                    self._connections.discard(connection)
+                    self._ending.add(connection)
+                collector.join()
+                outgoing.release_all()
+            with self._lock:
+                self._outgoing.discard(outgoing)
+
+    def _shared_memory(self) -> SharedMemory:
+        """The memory for all engines on this machine."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = SharedMemory(MAX_WAITING_BYTES)
+            return self._memory
 
     def close(self) -> None:
         """Ends all connections."""
         with self._lock:
             self._is_closed = True
-            connections = list(self._connections)
+            connections = [*self._connections, *self._ending]
+            if self._memory is not None:
+                self._memory.close()  # before the receivers' places count as free
         for connection in connections:
             connection.close()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._socket.close()
+        for listening in (self._socket, self._local):
+            if listening is not None:
+                with contextlib.suppress(OSError):
+                    listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+                listening.close()
+        local.forget(self._local_name)

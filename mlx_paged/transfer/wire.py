@@ -6,20 +6,27 @@
                     <- magic, nonce
     nonce, proof ->
                     <- proof                   both know the secret
+                    <- name                    of a local socket, over TCP; see `transfer.local`
     request ->                                 a prompt
                     <- RECORD, its bytes       in the order of `PrefillRequest`
+                    <- SHARED                  the same, where the bytes are in shared memory
                     <- WAIT                    nothing is ready yet; once a second
                     <- END, or FAILED and why
+    offsets ->                                 of blocks in shared memory that are no longer needed
 
 All numbers are little-endian. One connection carries one prompt, so that a slow reader delays no
-other prompt.
+other prompt. A `SHARED` record has the place in shared memory as its offset, and no checksum. Its
+place is not used for other blocks until the decode engine has given it back or closed the
+connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -29,7 +36,7 @@ from enum import IntEnum
 from mlx_paged.offload.digests import DIGEST_BYTES
 from mlx_paged.offload.segments import RECORD_BYTES, Record
 
-MAGIC = b"mlxpkt1\n"
+MAGIC = b"mlxpkt2\n"
 #: Seconds that a greeting and a request may take in all.
 TO_GREET = 5.0
 #: Seconds between two frames.
@@ -43,6 +50,13 @@ _NO_SALT = 0xFFFFFFFF
 _MAX_SALT_BYTES = 1 << 16
 _TOKEN_BYTES = 4
 _MOST_PRIORITY = (1 << 63) - 1
+_MEMORY = struct.Struct("<32sQ")
+#: Bytes of an offset in shared memory, as it is given back.
+OFFSET = struct.Struct("<Q")
+# Bytes that are read ahead of their use: many records of blocks in shared memory.
+_AHEAD_BYTES = 8192
+# The most seconds that a socket accepts, nearly.
+_FOREVER = 1e6
 
 
 class Kind(IntEnum):
@@ -52,6 +66,16 @@ class Kind(IntEnum):
     WAIT = 2
     END = 3
     FAILED = 4
+    SHARED = 5
+
+
+#: The frame that says that nothing is ready yet.
+WAIT_FRAME = _HEAD.pack(Kind.WAIT)
+
+
+def shared_frame(record: Record) -> bytes:
+    """Returns the frame that announces a block in shared memory."""
+    return _HEAD.pack(Kind.SHARED) + record.pack()
 
 
 class WireError(Exception):
@@ -103,12 +127,23 @@ class Connection:
 
     Args:
         sock: A connected socket of the stream type. The connection owns it.
+
+    Attributes:
+        is_closed: True once this end has called `close`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.is_closed = False
+        self._reads = self._sends = sock
+        self._ahead = memoryview(b"")
+        self._reads_ahead = False
+        try:
+            self._sends = sock.dup()  # each direction has its own timeout
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            self.close()
+            raise
 
     # Greeting.
 
@@ -143,7 +178,40 @@ class Connection:
         if not hmac.compare_digest(proof, _proof(secret, b"prefill", nonces)):
             raise WireError("it has another secret")
 
+    def send_name(self, name: bytes) -> None:
+        """Tells the other end the name of a local socket; empty if there is none."""
+        self.send(_TEXT.pack(len(name)) + name, TO_GREET)
+
+    def read_name(self, timeout: float) -> bytes:
+        """Reads the name of a local socket."""
+        return self._read_text(timeout)
+
+    def send_memory(self, fd: int, sight: bytes, num_bytes: int) -> None:
+        """Passes a descriptor of shared memory over a local socket. See `transfer.memory`."""
+        self._sends.settimeout(TO_GREET)
+        socket.send_fds(self._sends, [_MEMORY.pack(sight, num_bytes)], [fd])
+
+    def read_memory(self, timeout: float) -> tuple[int, bytes, int]:
+        """Returns what `send_memory` has passed. The caller closes the descriptor."""
+        deadline = time.monotonic() + timeout
+        self._reads.settimeout(timeout)
+        data, fds, _, _ = socket.recv_fds(self._reads, _MEMORY.size, 1)
+        try:
+            if not data or len(fds) != 1:
+                raise ConnectionError("no shared memory came")
+            sight, num_bytes = _MEMORY.unpack(data + self.read(_MEMORY.size - len(data), deadline))
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds[0], sight, num_bytes
+
     # Frames.
+
+    def send_request(self, request: PrefillRequest, timeout: float) -> None:
+        """Sends a request. Only frames come back."""
+        self._reads_ahead = True
+        self.send(request.encode(), timeout)
 
     def read_request(self, max_tokens: int) -> PrefillRequest:
         """Reads a request.
@@ -168,6 +236,15 @@ class Connection:
         """Sends a block. `timeout` is for each wait until the other end takes some of it."""
         self._send([memoryview(_HEAD.pack(Kind.RECORD) + record.pack()), data.cast("B")], timeout)
 
+    def read_given_back(self) -> int:
+        """Reads an offset that was given back, however long that takes.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        self._reads_ahead = True
+        return int(OFFSET.unpack(self.read(OFFSET.size, time.monotonic() + _FOREVER))[0])
+
     def send_end(self, failure: str | None, timeout: float) -> None:
         """Sends the end: all records were sent, or why they were not."""
         if failure is None:
@@ -175,10 +252,6 @@ class Connection:
             return
         text = failure.encode("utf-8", "replace")[:1000]
         self.send(_HEAD.pack(Kind.FAILED) + _TEXT.pack(len(text)) + text, timeout)
-
-    def send_wait(self, timeout: float) -> None:
-        """Tells the other end that nothing is ready yet."""
-        self.send(_HEAD.pack(Kind.WAIT), timeout)
 
     def read_kind(self, timeout: float) -> Kind:
         """Reads the kind of the next frame.
@@ -194,14 +267,17 @@ class Connection:
             raise WireError(f"there is no frame of kind {value}") from None
 
     def read_record(self, timeout: float) -> Record:
-        """Reads the rest of a `RECORD` up to its bytes."""
+        """Reads the rest of a `RECORD` up to its bytes, or of a `SHARED`."""
         return Record.unpack(self.read(RECORD_BYTES, time.monotonic() + timeout))
 
     def read_failure(self, timeout: float) -> str:
         """Reads the rest of a `FAILED`."""
+        return self._read_text(timeout).decode("utf-8", "replace")
+
+    def _read_text(self, timeout: float) -> bytes:
         deadline = time.monotonic() + timeout
         [length] = _TEXT.unpack(self.read(_TEXT.size, deadline))
-        return self.read(length, deadline).decode("utf-8", "replace")
+        return self.read(length, deadline)
 
     # Bytes.
 
@@ -213,11 +289,39 @@ class Connection:
         """
         self._send([memoryview(data)], timeout)
 
+    def send_now(self, data: bytearray) -> int:
+        """Sends what the socket takes at once; returns how many bytes.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        if not data:
+            return 0
+        self._sends.settimeout(0.0)
+        try:
+            return self._sends.send(data)
+        except BlockingIOError:
+            return 0
+
+    def wait_until_writable(self, timeout: float) -> None:
+        """Waits until `send_now` may send something.
+
+        Raises:
+            OSError: It takes too long, or this end was closed.
+        """
+        poll = select.poll()  # `select.select` has a limit of 1024 descriptors
+        try:
+            poll.register(self._sends, select.POLLOUT)
+        except ValueError:
+            raise ConnectionError("the connection was closed") from None
+        if not poll.poll(timeout * 1000):
+            raise TimeoutError("it reads nothing")
+
     def _send(self, parts: list[memoryview], timeout: float) -> None:
         """Sends parts together, so that a head wakes the other end only once its bytes come."""
-        self._socket.settimeout(timeout)
+        self._sends.settimeout(timeout)
         while parts:
-            count = self._socket.sendmsg(parts)
+            count = self._sends.sendmsg(parts)
             while parts and count >= parts[0].nbytes:
                 count -= parts.pop(0).nbytes
             if count:
@@ -235,32 +339,62 @@ class Connection:
         Raises:
             OSError: The other end is gone, or the deadline (`time.monotonic`) has passed.
         """
+        if self._ahead:
+            out = self._take_ahead(out)
         while out:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("it is silent")
-            self._socket.settimeout(left)
-            count = self._socket.recv_into(out)
-            if not count:
-                raise ConnectionError("the connection was closed")
-            out = out[count:]
+            if self._reads_ahead and out.nbytes < _AHEAD_BYTES:
+                ahead = bytearray(_AHEAD_BYTES)
+                count = self._receive(memoryview(ahead), deadline)
+                self._ahead = memoryview(ahead)[:count]
+                out = self._take_ahead(out)
+            else:
+                out = out[self._receive(out, deadline) :]
+
+    def _take_ahead(self, out: memoryview) -> memoryview:
+        """Fills `out` with what was read ahead; returns what is left of it."""
+        count = min(out.nbytes, self._ahead.nbytes)
+        out[:count] = self._ahead[:count]
+        self._ahead = self._ahead[count:]
+        return out[count:]
+
+    def _receive(self, out: memoryview, deadline: float) -> int:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it is silent")
+        self._reads.settimeout(left)
+        count = self._reads.recv_into(out)
+        if not count:
+            raise ConnectionError("the connection was closed")
+        return count
 
     @property
     def is_closed_by_peer(self) -> bool:
         """True if the other end is gone, as far as known. Nothing else may be on its way."""
-        self._socket.settimeout(0.0)
+        self._reads.settimeout(0.0)
         try:
-            return not self._socket.recv(1, socket.MSG_PEEK)
+            return not self._reads.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
             return True
 
+    def end_reading(self) -> None:
+        """Wakes a thread that reads, and every later one."""
+        with contextlib.suppress(OSError):
+            self._reads.shutdown(socket.SHUT_RD)
+
+    def end_sending(self) -> None:
+        """Ends this end's direction: nothing more will come."""
+        with contextlib.suppress(OSError):
+            self._sends.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Ends both directions, also for a thread that waits in one."""
+        self.is_closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self._reads.shutdown(socket.SHUT_RDWR)
+        self._reads.close()
+        self._sends.close()
 
 
 def _proof(secret: bytes, end: bytes, nonces: bytes) -> bytes:

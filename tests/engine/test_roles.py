@@ -45,7 +45,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.staged_blocks import StagedBlockBytes
 from mlx_paged.offload.segments import Block, Record
-from mlx_paged.transfer import receiver, server, wire
+from mlx_paged.transfer import local, receiver, server, wire
 
 [PROMPT] = random_prompts(100)
 NUM_CACHED = 96  # all full blocks before the last token
@@ -65,10 +65,20 @@ def expected() -> list[int]:
     return tokens
 
 
+@pytest.fixture(params=["shared", "tcp"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How blocks travel. Engines that cannot share memory are as if on two machines."""
+    if request.param == "tcp":
+        monkeypatch.setattr(local, "listen", mock.Mock(side_effect=OSError("no local sockets")))
+    return str(request.param)
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
+def pair(path: str, tmp_path: Path) -> Iterator[Pair]:
     with pair_of(embedded_twin(), embedded_twin(), tmp_path, max_num_batched_tokens=24) as pair:
         yield pair
+        for stats in (transfers_of(pair.decode), transfers_of(pair.prefill)):
+            assert stats.num_shared_bytes == (stats.num_bytes if path == "shared" else 0)
 
 
 def check_failed(pair: Pair, expected: list[int], reason: str) -> None:
@@ -235,7 +245,7 @@ def test_a_server_wakes_for_prompts_and_for_room(
 
 
 def test_no_end_holds_more_than_its_bound(
-    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, path: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [size] = pair.decode._offloading._blocks.num_bytes  # type: ignore[union-attr]
     bound = 2 * size
@@ -249,7 +259,7 @@ def test_no_end_holds_more_than_its_bound(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
         return sock
 
-    monkeypatch.setattr(receiver.socket, "create_connection", narrow)
+    monkeypatch.setattr(socket, "create_connection", narrow)
     [prompt] = random_prompts(1000, seed=3)
     output = pair.decode.add_request("one", prompt, GREEDY)
     wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
@@ -265,11 +275,12 @@ def test_no_end_holds_more_than_its_bound(
     while pair.prefill.has_unfinished:  # the decode engine takes nothing meanwhile
         pair.prefill.step()
         measure()
-    wait_until(lambda: transfer.incoming.num_waiting_bytes == bound, "the receiver is not full")
+    wait_until(lambda: transfer.incoming.num_blocks == 2, "the receiver is not full")
     [job] = pair.prefill._prefilling._jobs.values()  # type: ignore[union-attr]
     assert len(job.pending) > 10  # most of the prompt has not left the device
     pair.run(measure)
-    assert most == [bound, bound]
+    # Blocks in shared memory are only at the origin.
+    assert most == [bound, bound if path == "tcp" else 0]
     assert output.num_cached_tokens == 992
     one = make(embedded_twin(), **OPTIONS)
     assert output.outputs[0].token_ids == answers(one, [prompt])[0][0]
@@ -295,8 +306,8 @@ class EightBlocks:
 def test_prompts_have_equal_shares_of_what_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "MAX_WAITING_BYTES", 4000)
     monkeypatch.setattr(server, "MAX_WAITING_BYTES", 4000)
-    assert [server.share_of(count) for count in (1, 2, 4)] == [4000, 2000, 1000]
     prefiller, listening = EightBlocks(), server.PrefillServer(("127.0.0.1", 0), SECRET)
+    assert [listening.share_of(count) for count in (1, 2, 4)] == [4000, 2000, 1000]
     listening.start(prefiller)
     asks = receiver.Receiver(("127.0.0.1", listening.port), SECRET)
     request = wire.PrefillRequest(bytes(16), bytes(4))
@@ -360,6 +371,7 @@ def test_silent_and_hostile_peers_delay_no_one(pair: Pair, expected: list[int]) 
 def greeted(address: tuple[str, int]) -> wire.Connection:
     connection = wire.Connection(socket.create_connection(address))
     connection.greet_as_client(SECRET)
+    connection.read_name(TIMEOUT)
     return connection
 
 
@@ -382,12 +394,13 @@ def stepped(engine: Engine) -> bool:
 
 
 def test_a_prompt_that_overtakes_others_does_not_wait_for_their_transfers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The transfer of the one that cannot be admitted is full, and holds the only thread; that of
     the admitted one waited for a thread, and its sequence for that transfer."""
     monkeypatch.setattr(receiver, "MAX_TRANSFERS", 1)
-    monkeypatch.setattr(receiver, "MAX_WAITING_BYTES", 1)
+    for end in (receiver, server):
+        monkeypatch.setattr(end, "MAX_WAITING_BYTES", 1)
     options = {"max_num_seqs": 1, "policy": "priority"}
     with pair_of(embedded_twin(), embedded_twin(), tmp_path, **options) as pair:
         one = make(embedded_twin(), **OPTIONS)
@@ -402,7 +415,7 @@ def test_a_prompt_that_overtakes_others_does_not_wait_for_their_transfers(
 
         def is_full() -> bool:
             pair.step_prefill()
-            return transfer.incoming.num_waiting_bytes > 0
+            return transfer.incoming.num_blocks > 0
 
         wait_until(is_full, "no block came")
         high = pair.decode.add_request("high", second, GREEDY, priority=-1)
@@ -558,10 +571,31 @@ def test_another_format(tmp_path: Path, expected: list[int]) -> None:
         check_failed(pair, expected, "another format of the cache")
 
 
+class Changing:
+    """Changes the fifth block's record before it is sent, on either path."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, change: Callable[[Record], Record | None]
+    ) -> None:
+        send, frame, count = wire.Connection.send_record, server.shared_frame, itertools.count(1)
+
+        def changed(record: Record) -> Record | None:
+            return change(record) if next(count) == 5 else record
+
+        def send_changed(self: Any, record: Record, data: memoryview, timeout: float) -> None:
+            if (found := changed(record)) is not None:
+                send(self, found, data, timeout)
+
+        def changed_frame(record: Record) -> bytes:
+            return b"" if (found := changed(record)) is None else frame(found)
+
+        monkeypatch.setattr(wire.Connection, "send_record", send_changed)
+        monkeypatch.setattr(server, "shared_frame", changed_frame)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"crc": 1}, "a block is damaged"),
         ({"digest": bytes(16)}, "a block of another prompt came"),
         ({"group": 1}, "a block of another prompt came"),
         ({"length": 1 << 31}, "a block of 2147483648 bytes came instead of"),
@@ -574,27 +608,26 @@ def test_records_that_are_wrong(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    send, sent = wire.Connection.send_record, []
-
-    def damaged(self: Any, record: Record, data: memoryview, timeout: float) -> None:
-        sent.append(record)
-        send(self, record._replace(**change) if len(sent) == 5 else record, data, timeout)
-
-    monkeypatch.setattr(wire.Connection, "send_record", damaged)
+    Changing(monkeypatch, lambda record: record._replace(**change))
     check_failed(pair, expected, reason)
+
+
+def test_damaged_bytes(
+    pair: Pair, path: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that cross a wire have a checksum; others have a place, which must exist."""
+    if path == "tcp":
+        Changing(monkeypatch, lambda record: record._replace(crc=record.crc ^ 1))
+        check_failed(pair, expected, "a block is damaged")
+    else:
+        Changing(monkeypatch, lambda record: record._replace(offset=1 << 40))
+        check_failed(pair, expected, "are not in")
 
 
 def test_blocks_that_are_left_out(
     pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, sent = wire.Connection.send_record, []
-
-    def skip(self: Any, record: Record, data: memoryview, timeout: float) -> None:
-        sent.append(record)
-        if len(sent) != 5:
-            send(self, record, data, timeout)
-
-    monkeypatch.setattr(wire.Connection, "send_record", skip)
+    Changing(monkeypatch, lambda record: None)
     check_failed(pair, expected, "did not send all blocks")
 
 

@@ -116,6 +116,7 @@ class Offloading:
         if self._levels is not None:
             self._past = self.stats
             self._blocks.abandon()
+            self._restorer.release_used()
             if self._store is not None:
                 self._store.unpin_all()
             if self._levels.remote is not None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from mlx_paged.core import KVManager, Level, Restoration, RestoreRates
 from mlx_paged.engine.offload.buffers import Buffers
@@ -68,7 +72,8 @@ class Restorer:
         self._rates = rates
         self._ahead: WeakKeyDictionary[Restoration, _Ahead] = WeakKeyDictionary()
         self.arrived = threading.Event()
-        self._used: list[Bytes] = []  # buffers that are spare once the writes have begun
+        # What to call once the writes have begun: they no longer need the bytes.
+        self._used: list[Callable[[], None]] = []
 
     def advance(
         self,
@@ -97,13 +102,17 @@ class Restorer:
             if moved.total() >= most or perf_counter() >= until:
                 break
         self._blocks.begin_writes()
-        while self._used:
-            self._buffers.give(self._used.pop())
+        self.release_used()
         some_wait = any(not r.is_done and not r.has_failed for r in kv.restorations.values())
         if is_idle and not moved and some_wait:
             self.arrived.wait(_WAIT_SECONDS)
         if is_idle:
             self._learn(kv, moved, perf_counter() - began)
+
+    def release_used(self) -> None:
+        """Gives back what was written, or was to be written before the writes were abandoned."""
+        while self._used:
+            self._used.pop()()
 
     def _learn(self, kv: KVManager, moved: Counter[Level], seconds: float) -> None:
         """Divides a time among the levels whose blocks were restored or awaited. The time of a
@@ -145,8 +154,8 @@ class Restorer:
                 if came is None:
                     restoration.has_failed = remote.has_failed(key)
                     break
-                self._used.append(came)
-                data = came
+                self._used.append(came.release)
+                data = np.frombuffer(came.data, dtype=np.uint8)
             else:
                 ahead = self._read_ahead(restoration, most_ahead)
                 if not ahead.reads:
@@ -159,7 +168,7 @@ class Restorer:
                 is_good = read.done is not None and read.done.result()
                 assert self._store is not None
                 self._store.note_read(key, is_good=is_good)
-                self._used.append(read.data)
+                self._used.append(partial(self._buffers.give, read.data))
                 if not is_good:
                     restoration.has_failed = True
                     break

@@ -27,9 +27,8 @@ from mlx_paged.core.kv.tree import TOKEN_BYTES
 from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.offload.names import PrefixNames
 from mlx_paged.engine.roles.stats import TransferStats
-from mlx_paged.model.block_bytes import Bytes
 from mlx_paged.offload.store import FIRST_KEY as FIRST_DISK_KEY
-from mlx_paged.transfer.receiver import Incoming, Receiver
+from mlx_paged.transfer.receiver import Arrived, Incoming, Receiver
 from mlx_paged.transfer.wire import PrefillRequest
 
 logger = logging.getLogger(__name__)
@@ -214,17 +213,17 @@ class RemoteLevel:
 
     # Restoring.
 
-    def take(self, key: int) -> Bytes | None:
-        """``[num_bytes]`` uint8: the content of a pinned key; None if it has not arrived."""
+    def take(self, key: int) -> Arrived | None:
+        """The content of a pinned key; None if it has not arrived."""
         number, group, block = self._place(key)
         transfer = self._transfers[number]
-        data = transfer.incoming.take(group, block)
-        if data is None:
+        found = transfer.incoming.take(group, block)
+        if found is None:
             # Transfers of sequences that wait for this one may hold all other threads.
             self._receiver.urge(transfer.incoming)
             return None
         transfer.is_used = True
-        return np.frombuffer(data, dtype=np.uint8)
+        return found
 
     def has_failed(self, key: int) -> bool:
         """True if the content of a pinned key will not arrive."""
@@ -267,11 +266,12 @@ class RemoteLevel:
         if self._by_name.get(transfer.names[-1]) is transfer:
             del self._by_name[transfer.names[-1]]
         self._named -= Counter(transfer.names[transfer.views[0].start :])
-        self._stats.add(transfer.incoming.num_blocks, transfer.incoming.num_bytes)
-        if transfer.incoming.seconds is not None:
+        incoming = transfer.incoming
+        self._stats.add(incoming.num_blocks, incoming.num_bytes, incoming.num_shared_bytes)
+        if incoming.seconds is not None:
             num_tokens = len(transfer.views[0]) * self._kv.block_size
-            self._rates.note_remote(num_tokens, transfer.incoming.seconds)
-        transfer.incoming.cancel()
+            self._rates.note_remote(num_tokens, incoming.seconds)
+        incoming.cancel()
 
     def close(self) -> None:
         """Ends all transfers, because the KV manager was discarded."""

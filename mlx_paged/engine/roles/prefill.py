@@ -17,7 +17,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from mlx_paged.core import BlockTables, KVManager, PrefixNode, Request, Sequence
 from mlx_paged.core.kv.tier import ABSENT
@@ -29,7 +32,7 @@ from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.offload.segments import Block
-from mlx_paged.transfer.server import Outgoing, PrefillServer, share_of
+from mlx_paged.transfer.server import Outgoing, PrefillServer
 from mlx_paged.transfer.wire import PrefillRequest
 
 if TYPE_CHECKING:  # It imports the statistics of offloading, and with them this.
@@ -216,12 +219,12 @@ class Prefilling:
 
     def advance(self, most: int) -> int:
         """Copies up to `most` bytes of blocks, if there is room for them; returns how many."""
-        num_bytes = 0
+        num_bytes, share = 0, self._share
         for job in list(self._jobs.values()):
             sequence = job.sequence
             if sequence.tables is not None and sequence.tables.tip is not None:
                 self._queue(job, sequence.tables.tip)
-            while job.pending and num_bytes < most and self._can_copy(job):
+            while job.pending and num_bytes < most and self._can_copy(job, share):
                 num_bytes += self._copy(job)
             if sequence.is_finished and not job.is_computed:
                 self._end(job, f"the prompt was ended: {sequence.finish_reason}")
@@ -229,28 +232,38 @@ class Prefilling:
                 self._end(job, None)
         return num_bytes
 
-    def _can_copy(self, job: _Job) -> bool:
+    @property
+    def _share(self) -> int:
+        """Bytes that one of the prompts may have off the device."""
+        return self.server.share_of(max(1, len(self._jobs)))
+
+    def _can_copy(self, job: _Job, share: int) -> bool:
         _, group = job.pending[0]
-        held = job.num_held_bytes
-        return not held or held + self._block_bytes[group] <= share_of(len(self._jobs))
+        size = job.num_copying_bytes + self._block_bytes[group]
+        return not job.num_held_bytes or job.outgoing.has_room(size, share)
 
     def _copy(self, job: _Job) -> int:
         node, group = job.pending.popleft()
         size, digest = self._block_bytes[group], node.digest
-        data, stats = self._buffers.take(size), self.stats
+        stats, slot = self.stats, job.outgoing.take_slot(size)
+        if slot is None:
+            data = self._buffers.take(size)
+            give: Callable[[], None] = partial(self._buffers.give, data)
+        else:
+            data, give = np.frombuffer(slot.data, dtype=np.uint8), slot.free
         assert digest is not None
 
         def copied() -> None:
             if self._jobs.get(job.name) is job:
                 job.num_copying -= 1
                 job.num_copying_bytes -= size
-            stats.add(1, size)
-            job.outgoing.add(Block(digest, group, data.data, lambda: self._buffers.give(data)))
+            stats.add(1, size, 0 if slot is None else size)
+            job.outgoing.add(Block(digest, group, data.data, give), slot)
 
         job.num_copying += 1
         job.num_copying_bytes += size
         if node.entries[group] == ABSENT or not self._copy_out(node, group, data, copied):
-            self._buffers.give(data)
+            give()
             self._end(job, "a block was evicted before it was sent")
             job.pending.clear()
         return size
@@ -263,8 +276,10 @@ class Prefilling:
     @property
     def can_copy(self) -> bool:
         """True if `advance` has something to do in an engine without work."""
+        share = self._share
         return any(
-            job.num_copying or not job.pending or self._can_copy(job)  # copies must be collected
+            # Copies must be collected.
+            job.num_copying or not job.pending or self._can_copy(job, share)
             for job in self._jobs.values()
             if job.is_computed
         )
