@@ -45,7 +45,8 @@ SAME_PROCESSOR = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5"}
 
 def run(module: str) -> dict[str, Any]:
     """One family: its layout, its calls to attention, and the difference."""
-    from support.family_configs import VOCAB_SIZE, config_of
+    from support.family_config_parts import VOCAB_SIZE
+    from support.family_configs import config_of
     from support.metal_stand_ins import standing_in
     from support.parity import Driver, family_model, relative_difference
 
@@ -154,8 +155,8 @@ MEDIA_HEAD = ("takes", "how it runs", "text", "images", "audio", "families")
 
 def media_table() -> str:
     """Multimodal families by what they take."""
+    from support.media_cases import vary
     from support.media_checkpoints import PROCESSORS
-    from support.media_models import vary
     from support.media_parity import differences
     from support.more_media_checkpoints import ALL_CHECKPOINTS, MORE_PROCESSORS
     from support.more_media_models import ALL_CASES

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from model.test_parity_families import TOLERANCE
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.metal_stand_ins import standing_in
 from support.parity import family_model, relative_rms
 from support.plain import plain_caches

@@ -12,7 +12,8 @@ import threading
 from typing import Any
 
 import pytest
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.metal_stand_ins import standing_in
 from support.parity import family_model
 from support.plain import plain_caches, plain_mlx_lm

@@ -10,7 +10,8 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 # isort: split
 import numpy as np
 import pytest
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.models import dense_logits, embedded
 from support.parity import family_model
 

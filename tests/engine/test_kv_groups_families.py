@@ -10,7 +10,8 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.models import embedded
 from support.parity import family_model
 from support.plain import plain_caches

@@ -21,7 +21,8 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 
 from mlx_lm.utils import load_tokenizer
 from support.fake_vlm import FakeMediaModel
-from support.media_models import CASES, Prompt, V, vary
+from support.media_cases import Prompt, V, vary
+from support.media_models import CASES
 from support.media_parity import generated
 
 from mlx_paged.core import MediaSpan

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.family_configs import EXPERTS
+from support.family_config_parts import EXPERTS
 from support.models import embedded, random_tokens, tiny_config, tiny_model
 from support.platforms import CUDA_PROGRAMS, run_as_on
 

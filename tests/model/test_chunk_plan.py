@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.family_configs import LLAMA4, VOCAB_SIZE, config_of, text
+from support.family_config_parts import LLAMA4, VOCAB_SIZE, text
+from support.family_configs import config_of
 from support.models import dense_logits
 from support.parity import Driver, family_model, relative_difference, relative_rms
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import RotatingKVCache
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.models import dense_logits, embedded, random_tokens
 from support.parity import family_model
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.metal_stand_ins import standing_in
 from support.models import dense_logits
 from support.parity import Driver, family_model, relative_difference, relative_rms

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.family_configs import CONFIGS, VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import CONFIGS, config_of
 from support.metal_stand_ins import standing_in
 from support.parity import Driver, family_model, relative_difference
 

@@ -13,7 +13,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from support.adapters import adapted, random_layers, write_mlx
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.metal_stand_ins import standing_in
 from support.models import embedded, save_tiny, tiny_config, tiny_model
 from support.parity import Driver, family_model, relative_difference

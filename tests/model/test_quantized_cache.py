@@ -11,7 +11,8 @@ from unittest import mock
 
 import pytest
 from support import models
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.parity import Driver, family_model, mixed_step, relative_difference, relative_rms
 from support.plain import plain_caches
 from support.quantized import FORMATS, holding, quantizing

@@ -10,7 +10,8 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.models import dense_logits
 from support.parity import Driver, family_model, relative_rms
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from support.family_configs import VOCAB_SIZE as OTHER_VOCAB_SIZE
+from support.family_config_parts import VOCAB_SIZE as OTHER_VOCAB_SIZE
 from support.family_configs import config_of
 from support.models import StepDriver, random_tokens, tiny_config, tiny_model
 from support.parity import family_model

@@ -123,7 +123,8 @@ def test_it_ends_with_the_tower_also_where_that_fails(served: list[bool]) -> Non
 
 def test_towers_run_natively(served: list[bool]) -> None:
     pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
-    from support.media_models import CASES, vary
+    from support.media_cases import vary
+    from support.media_models import CASES
     from support.media_parity import paged
 
     case = CASES["qwen2_5_vl"]()

@@ -24,7 +24,8 @@ pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test i
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3n as gemma3n_of_mlx_lm
 from mlx_lm.models.cache import make_prompt_cache
-from support.media_models import Case, Prompt, gemma3, gemma3n, vary
+from support.media_cases import Case, Prompt, vary
+from support.media_models import gemma3, gemma3n
 from support.media_parity import (
     MediaDriver,
     difference,

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_paged.multimodal.files import read_config
 from mlx_paged.multimodal.packages import package_of
+from support.media_cases import package, vary
 from support.media_checkpoint_table import TABLE, Fields, fields_of, with_ids
-from support.media_models import package, vary
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"

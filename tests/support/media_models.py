@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,336 +17,38 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map_with_path
 
-from mlx_paged.model.media import MediaInputs
 from mlx_paged.model.patches import overridden
-from mlx_paged.multimodal.rope_positions import Grid, rope_positions
+from support.media_cases import (
+    HEADS,
+    IMG,
+    KV_HEADS,
+    LATENT_DIMS,
+    SOUND,
+    START,
+    TEXT,
+    VIDEO,
+    Case,
+    Item,
+    Prompt,
+    V,
+    noise_of,
+    package,
+    patch_item,
+    sections,
+    square_item,
+    vision_config,
+)
+from support.qwen_media_models import (
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_omni_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from support.reference import HEAD_DIM
-
-V, IMG, VIDEO, SOUND, START = 200, 190, 191, 192, 188
-HEADS, KV_HEADS = max(1, 64 // HEAD_DIM), max(1, 32 // HEAD_DIM)
-TEXT = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 96,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "vocab_size": V,
-    "rms_norm_eps": 1e-5,
-}
-# Keys (and latents) of widths that a GPU takes, too, where heads are of such a one.
-LATENT_DIMS = {
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": max(16, HEAD_DIM - 16),
-    "v_head_dim": HEAD_DIM,
-    "kv_lora_rank": max(48, 2 * HEAD_DIM) - 16,
-}
-
-
-def sections(*of_16: int) -> list[int]:
-    """How M-RoPE divides a head, from how it divides one of 16."""
-    return [count * HEAD_DIM // 16 for count in of_16]
-
-
-@dataclass
-class Item:
-    """A picture: its tokens, which of them are rows, and its arrays."""
-
-    token_ids: list[int]
-    arrays: dict[str, np.ndarray]
-    kind: str = "image"
-    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    grid: tuple[int, int, int] | None = None  # after merging
-    # mlx-vlm's `token_ids`, if its model expands the placeholders itself.
-    short: list[int] | None = None
-
-    def inputs(self) -> MediaInputs:
-        ids = np.array(self.short or self.token_ids, dtype=np.int32)
-        return MediaInputs(self.kind, self.arrays, ids, self.rows)  # type: ignore[arg-type]
-
-
-@dataclass
-class Prompt:
-    """Tokens with items between them."""
-
-    parts: list[list[int] | Item]
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [i for p in self.parts for i in (p.token_ids if isinstance(p, Item) else p)]
-
-    @property
-    def short_ids(self) -> list[int]:
-        return [
-            i for p in self.parts for i in ((p.short or p.token_ids) if isinstance(p, Item) else p)
-        ]
-
-    @property
-    def items(self) -> list[tuple[int, Item]]:
-        """With their offsets."""
-        found, offset = [], 0
-        for part in self.parts:
-            if isinstance(part, Item):
-                found.append((offset, part))
-            offset += len(part.token_ids) if isinstance(part, Item) else len(part)
-        return found
-
-    def rope(self) -> tuple[np.ndarray, int]:
-        grids = [Grid(offset, *item.grid) for offset, item in self.items if item.grid]
-        return rope_positions(len(self.token_ids), grids)
-
-
-@dataclass
-class Case:
-    """A model, and how to make pictures and whole prompts for it."""
-
-    model: nn.Module
-    module: str
-    picture: Callable[[int], Item]  # of a seed
-    # Axis along which mlx-vlm takes several pictures, by the name of the array.
-    axes: dict[str, int] = field(default_factory=dict)
-    # Arrays of a whole prompt, where they are not those of its pictures put together.
-    join: Callable[[Prompt], dict[str, Any]] | None = None
-    sound: Callable[[int], Item] | None = None
-    most_pictures: int = 2
-    only_pictures: bool = False  # prompts are one item each, and see each other as a whole
-    sees_pictures: bool = False  # the positions of a picture see each other
-
-    def prompt(self, *seeds: int) -> Prompt:
-        """Text, a picture for each seed with text behind it."""
-        if self.only_pictures:
-            return Prompt([self.picture(seed) for seed in seeds])
-        parts: list[Any] = [[5, 6, 7]]
-        for seed in seeds:
-            parts[-1].append(START)
-            parts += [self.picture(seed), [189, *(20 + (seed * 7 + i) % 60 for i in range(9))]]
-        return Prompt(parts)
-
-    def sounds(self, *seeds: int, picture: int | None = None) -> Prompt:
-        """Text, a sound for each seed with text behind it; and a picture before them."""
-        assert self.sound is not None
-        found = Prompt([[5, 6, 7]]) if picture is None else self.prompt(picture)
-        for seed in seeds:
-            found.parts += [self.sound(seed), [187, *(20 + (seed * 3 + i) % 60 for i in range(9))]]
-        return found
-
-    def whole(self, prompt: Prompt) -> tuple[mx.array, mx.array | None, dict[str, Any]]:
-        """mlx-vlm's inputs: tokens, pixels, other arrays."""
-        tokens = mx.array([prompt.short_ids])
-        items = [item for _, item in prompt.items]
-        if not items:
-            return tokens, None, {}
-        if self.join is not None:
-            joined = self.join(prompt)
-            return tokens, joined.pop("pixel_values", None), joined
-        joined = {
-            name: mx.array(
-                np.concatenate(
-                    [i.arrays[name] for i in items if name in i.arrays], self.axes.get(name, 0)
-                )
-            )
-            for item in items
-            for name in item.arrays
-        }
-        return tokens, joined.pop("pixel_values", None), joined
-
-
-def vary(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights that make everything matter: nothing stays zero or one."""
-    mx.random.seed(seed)
-
-    def varied(path: str, weight: mx.array) -> mx.array:
-        if not mx.issubdtype(weight.dtype, mx.floating):
-            return weight
-        weight = weight.astype(mx.float32)
-        noise = mx.random.normal(weight.shape)
-        if weight.ndim == 1 or "norm" in path:
-            return weight + 0.1 * noise
-        if (weight == weight.reshape(-1)[0]).all().item():
-            return weight + 0.2 * noise
-        return weight * 2 if "proj" in path else weight
-
-    model.update(tree_map_with_path(varied, model.parameters()))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
-def package(name: str) -> Any:
-    return importlib.import_module(f"mlx_vlm.models.{name}")
-
-
-# --- Pictures -------------------------------------------------------------------------------------
-
-
-def _patches(seed: int, *, patch: int = 14, kind: str = "image") -> Item:
-    """Qwen's patches; another grid for every seed."""
-    t, h, w = (1, 4 + 2 * (seed % 2), 8)
-    pixels = np.random.default_rng(seed).standard_normal((t * h * w, 3 * 2 * patch * patch))
-    names = ("pixel_values", "image_grid_thw")
-    arrays = dict(zip(names, (pixels.astype(np.float32), np.array([[t, h, w]]))))
-    num = t * h * w // 4
-    return Item([IMG] * num, arrays, kind, np.arange(num, dtype=np.int32), (t, h // 2, w // 2))
-
-
-def _square(
-    seed: int,
-    *,
-    size: int,
-    rows: int,
-    tiles: bool = False,
-    sizes: bool = False,
-    between: list[int] | None = None,
-    token: int = IMG,
-) -> Item:
-    pixels = np.random.default_rng(seed).standard_normal((1, 3, size, size)).astype(np.float32)
-    arrays: dict[str, np.ndarray] = {"pixel_values": pixels[None] if tiles else pixels}
-    if sizes:
-        arrays["image_sizes"] = np.array([[size, size]])
-    ids = [token] * rows
-    if between:
-        ids = [*ids[: rows // 2], *between, *ids[rows // 2 :]]
-    return Item(ids, arrays, rows=np.flatnonzero(np.array(ids) == token).astype(np.int32))
-
-
-def _noise(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def _vision(model_type: str, size: int = 28, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": model_type,
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 2,
-        "image_size": size,
-        "patch_size": 14,
-        "num_channels": 3,
-        **more,
-    }
-
-
-# --- Families -------------------------------------------------------------------------------------
-
-
-def _qwen2(name: str, vision: dict[str, Any]) -> Case:
-    m = package(name)
-    model = m.Model(
-        m.ModelConfig(
-            text_config=m.TextConfig(
-                model_type=name,
-                **TEXT,
-                rope_scaling={"type": "mrope", "mrope_section": sections(2, 3, 3)},
-            ),
-            vision_config=m.VisionConfig(model_type=name, **vision),
-            model_type=name,
-            image_token_id=IMG,
-            video_token_id=VIDEO,
-            vision_start_token_id=START,
-            vocab_size=V,
-        )
-    )
-    return Case(model, name, _patches, {})
-
-
-def qwen2_vl() -> Case:
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
-    return _qwen2("qwen2_vl", {**vision, "image_size": 56, "patch_size": 14, "in_channels": 3})
-
-
-def qwen2_5_vl() -> Case:
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
-    more = {"out_hidden_size": 64, "image_size": 56, "patch_size": 14, "in_channels": 3}
-    return _qwen2("qwen2_5_vl", {**vision, **more, "fullatt_block_indexes": [1], "window_size": 28})
-
-
-_QWEN3_VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "patch_size": 14,
-    "in_channels": 3,
-    "num_position_embeddings": 16,
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-
-
-def _qwen3(
-    name: str, text: dict[str, Any], deepstack: list[int], *, tower: str | None = None
-) -> Case:
-    m = package(name)
-    model = m.Model(
-        m.ModelConfig.from_dict(
-            {
-                "text_config": m.TextConfig.from_dict({**TEXT, "head_dim": HEAD_DIM, **text}),
-                "vision_config": m.VisionConfig.from_dict(
-                    {
-                        "model_type": tower or name,
-                        **_QWEN3_VISION,
-                        "deepstack_visual_indexes": deepstack,
-                    }
-                ),
-                "model_type": name,
-                "image_token_id": IMG,
-                "video_token_id": VIDEO,
-                "image_token_index": IMG,
-                "video_token_index": VIDEO,
-                "vision_start_token_id": START,
-                "vocab_size": V,
-            }
-        )
-    )
-    return Case(model, name, _patches, {})
-
-
-_MROPE = {"rope_type": "mrope", "mrope_section": sections(2, 3, 3)}
-
-
-def qwen3_vl() -> Case:
-    text = {"model_type": "qwen3_vl_text", "rope_theta": 1e4, "max_position_embeddings": 1000}
-    return _qwen3("qwen3_vl", {**text, "rope_scaling": _MROPE}, [0, 1])
-
-
-def qwen3_vl_moe() -> Case:
-    text = {"model_type": "qwen3_vl_moe_text", "rope_theta": 1e4, "max_position_embeddings": 1000}
-    return _qwen3("qwen3_vl_moe", {**text, **_EXPERTS, "rope_scaling": _MROPE}, [0, 1])
-
-
-_DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 2,
-    "max_position_embeddings": 1000,
-    "rope_parameters": {
-        "type": "default",
-        "mrope_section": sections(1, 1, 0),
-        "rope_theta": 10000,
-        "partial_rotary_factor": 0.25,
-    },
-}
-
-
-def qwen3_5() -> Case:
-    return _qwen3("qwen3_5", {"model_type": "qwen3_5_text", **_DELTA}, [])
-
-
-def qwen3_5_moe() -> Case:
-    more = {"shared_expert_intermediate_size": 32, **_EXPERTS}
-    return _qwen3("qwen3_5_moe", {"model_type": "qwen3_5_moe_text", **_DELTA, **more}, [])
 
 
 def gemma3(head_dim: int = HEAD_DIM) -> Case:
@@ -362,7 +63,7 @@ def gemma3(head_dim: int = HEAD_DIM) -> Case:
                 sliding_window=16,
                 sliding_window_pattern=2,
             ),
-            vision_config=m.VisionConfig(**_vision("gemma3", 112)),
+            vision_config=m.VisionConfig(**vision_config("gemma3", 112)),
             model_type="gemma3",
             hidden_size=64,
             pad_token_id=0,
@@ -370,7 +71,7 @@ def gemma3(head_dim: int = HEAD_DIM) -> Case:
             vocab_size=V,
         )
     )
-    return Case(model, "gemma3", lambda seed: _square(seed, size=112, rows=16), {})
+    return Case(model, "gemma3", lambda seed: square_item(seed, size=112, rows=16), {})
 
 
 def llava() -> Case:
@@ -378,14 +79,14 @@ def llava() -> Case:
     model = m.Model(
         m.ModelConfig(
             text_config=m.TextConfig(model_type="llama", **TEXT),
-            vision_config=m.VisionConfig(**_vision("clip_vision_model", 56)),
+            vision_config=m.VisionConfig(**vision_config("clip_vision_model", 56)),
             model_type="llava",
             image_token_index=IMG,
             vocab_size=V,
             vision_feature_layer=-1,
         )
     )
-    return Case(model, "llava", lambda seed: _square(seed, size=56, rows=16), {})
+    return Case(model, "llava", lambda seed: square_item(seed, size=56, rows=16), {})
 
 
 def _idefics(name: str) -> Case:
@@ -394,7 +95,7 @@ def _idefics(name: str) -> Case:
         m.ModelConfig(
             text_config=m.TextConfig(model_type=name, **TEXT),
             vision_config=m.VisionConfig(
-                **_vision("smolvlm_vision" if name == "smolvlm" else name, 112)
+                **vision_config("smolvlm_vision" if name == "smolvlm" else name, 112)
             ),
             model_type=name,
             image_token_id=IMG,
@@ -405,7 +106,7 @@ def _idefics(name: str) -> Case:
         model,
         name,
         # (Text between the rows, as where a picture is split into tiles.)
-        lambda seed: _square(seed, size=112, rows=16, tiles=True, between=[151, 152]),
+        lambda seed: square_item(seed, size=112, rows=16, tiles=True, between=[151, 152]),
         {"pixel_values": 1},
     )
 
@@ -452,7 +153,7 @@ def llava_next() -> Case:
 
     def picture(seed: int) -> Item:
         arrays = {
-            "pixel_values": _noise(seed, 1, 3, 3, 56, 56),
+            "pixel_values": noise_of(seed, 1, 3, 3, 56, 56),
             "image_sizes": np.array([[40, 100]]),
             "tile_grid": np.array([1, 2]),
         }
@@ -463,7 +164,7 @@ def llava_next() -> Case:
     case = _plain(
         "llava_next",
         {"model_type": "llama"},
-        _vision("clip_vision_model", 56),
+        vision_config("clip_vision_model", 56),
         picture,
         vision_feature_layer=-1,
     )
@@ -490,14 +191,14 @@ def llava_next() -> Case:
 
 def llava_bunny() -> Case:
     def picture(seed: int) -> Item:
-        found = _square(seed, size=378, rows=729)
+        found = square_item(seed, size=378, rows=729)
         found.short = [IMG]
         return found
 
     case = _plain(
         "llava_bunny",
         {"model_type": "qwen2"},
-        {**_vision("siglip_vision_model", 378)},
+        {**vision_config("siglip_vision_model", 378)},
         picture,
         auto_map={},
         mm_hidden_size=32,
@@ -507,23 +208,23 @@ def llava_bunny() -> Case:
 
 
 def pixtral() -> Case:
-    vision = {**_vision("pixtral", 56), "head_dim": 16, "rope_theta": 10000.0}
+    vision = {**vision_config("pixtral", 56), "head_dim": 16, "rope_theta": 10000.0}
     return _plain(
         "pixtral",
         {"model_type": "mistral", "head_dim": HEAD_DIM, "rope_theta": 10000.0},
         vision,
-        lambda seed: _square(seed, size=56, rows=16, sizes=True, between=[151]),
+        lambda seed: square_item(seed, size=56, rows=16, sizes=True, between=[151]),
     )
 
 
 def mistral3() -> Case:
-    vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
+    vision = {**vision_config("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
     text = {"model_type": "mistral", "head_dim": HEAD_DIM, "rope_theta": 10000.0}
     return _plain(
         "mistral3",
         {**text, "rope_parameters": {"rope_theta": 10000.0}},
         vision,
-        lambda seed: _square(seed, size=112, rows=16, sizes=True, between=[151]),
+        lambda seed: square_item(seed, size=112, rows=16, sizes=True, between=[151]),
     )
 
 
@@ -533,14 +234,14 @@ def idefics2() -> Case:
     more = {"resampler_n_heads": 4, "resampler_n_latents": 8}
 
     def picture(seed: int) -> Item:
-        found = _square(seed, size=56, rows=8, tiles=True)
+        found = square_item(seed, size=56, rows=8, tiles=True)
         found.arrays["pixel_attention_mask"] = np.ones((1, 1, 56, 56), dtype=bool)
         return found
 
     return _plain(
         "idefics2",
         {"model_type": "mistral"},
-        _vision("idefics2", 56),
+        vision_config("idefics2", 56),
         picture,
         {"pixel_values": 1, "pixel_attention_mask": 1},
         perceiver_config=m.PerceiverConfig(model_type="idefics2", **perceiver, **more),
@@ -551,8 +252,8 @@ def internvl_chat() -> Case:
     return _plain(
         "internvl_chat",
         {"model_type": "qwen2"},
-        _vision("intern_vit_6b", 112),
-        lambda seed: _square(seed, size=112, rows=16),
+        vision_config("intern_vit_6b", 112),
+        lambda seed: square_item(seed, size=112, rows=16),
     )
 
 
@@ -601,7 +302,7 @@ def gemma4_video() -> Case:
     def clip(seed: int) -> Item:
         place = np.stack(np.meshgrid(np.arange(8), np.arange(8)), axis=-1).reshape(1, 1, 64, 2)
         arrays = {
-            "pixel_values_videos": _noise(seed, 1, 2, 64, 768),
+            "pixel_values_videos": noise_of(seed, 1, 2, 64, 768),
             "video_position_ids": np.tile(place, (1, 2, 1, 1)).astype(np.int32),
         }
         ids = [*[VIDEO] * 16, 151, 152, *[VIDEO] * 16]
@@ -646,14 +347,14 @@ def gemma4() -> Case:
         "gemma4",
         text,
         vision,
-        lambda seed: _square(seed, size=128, rows=16),
+        lambda seed: square_item(seed, size=128, rows=16),
         audio_config=audio,
         audio_token_id=SOUND,
     )
 
     def sound(seed: int) -> Item:
         arrays = {
-            "input_features": _noise(seed, 1, 32, 128),
+            "input_features": noise_of(seed, 1, 32, 128),
             "input_features_mask": np.ones((1, 32), dtype=bool),
         }
         return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
@@ -710,7 +411,7 @@ def gemma3n(*, num_shared: int = 0) -> Case:
         "gemma3n",
         text,
         {"model_type": "gemma3n_vision", "hidden_size": 32, "vocab_size": 8},
-        lambda seed: _square(seed, size=56, rows=16),
+        lambda seed: square_item(seed, size=56, rows=16),
         audio_config=audio,
         audio_token_id=SOUND,
         vision_soft_tokens_per_image=16,
@@ -732,7 +433,7 @@ def gemma3n(*, num_shared: int = 0) -> Case:
 
     def sound(seed: int) -> Item:
         arrays = {
-            "input_features": _noise(seed, 1, 64, 32),
+            "input_features": noise_of(seed, 1, 64, 32),
             "input_features_mask": np.arange(64)[None] < 50,
         }
         return Item([SOUND] * 12, arrays, "audio", np.arange(12, dtype=np.int32))
@@ -741,57 +442,13 @@ def gemma3n(*, num_shared: int = 0) -> Case:
     return case
 
 
-def qwen3_omni_moe() -> Case:
-    m = package("qwen3_omni_moe")
-    text = {
-        **TEXT,
-        **_EXPERTS,
-        "head_dim": HEAD_DIM,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 1000,
-        "rope_scaling": _MROPE,
-    }
-    thinker = m.config.ThinkerConfig.from_dict(
-        {
-            "text_config": text,
-            "vision_config": {
-                **_QWEN3_VISION,
-                "deepstack_visual_indexes": [0, 1],
-            },
-            "audio_config": {
-                "d_model": 32,
-                "encoder_layers": 2,
-                "encoder_attention_heads": 2,
-                "encoder_ffn_dim": 48,
-                "num_mel_bins": 16,
-                "output_dim": 64,
-                "downsample_hidden_size": 8,
-            },
-            "image_token_id": IMG,
-            "video_token_id": VIDEO,
-            "audio_token_id": SOUND,
-            "vision_start_token_id": START,
-        }
-    )
-    config = m.ModelConfig(thinker, None, None, enable_audio_output=False)
-
-    def sound(seed: int) -> Item:
-        arrays = {
-            "input_features": _noise(seed, 1, 16, 96),
-            "audio_feature_lengths": np.array([96]),
-        }
-        return Item([SOUND] * 12, arrays, "audio", np.arange(12, dtype=np.int32))
-
-    return Case(m.Model(config), "qwen3_omni_moe", _patches, sound=sound)
-
-
 def paligemma() -> Case:
     """All of a prompt sees each other."""
     text = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": HEAD_DIM}
-    vision = {**_vision("siglip_vision_model", 56), "projection_dim": 64}
+    vision = {**vision_config("siglip_vision_model", 56), "projection_dim": 64}
 
     def whole_prompt(seed: int) -> Item:
-        found = _square(seed, size=56, rows=16)
+        found = square_item(seed, size=56, rows=16)
         found.token_ids += [189, *(20 + (seed * 7 + i) % 60 for i in range(9))]
         return found
 
@@ -810,8 +467,8 @@ def aya_vision() -> Case:
     return _plain(
         "aya_vision",
         text,
-        _vision("siglip_vision_model", 112),
-        lambda seed: _square(seed, size=112, rows=16),
+        vision_config("siglip_vision_model", 112),
+        lambda seed: square_item(seed, size=112, rows=16),
         alignment_intermediate_size=64,
     )
 
@@ -828,7 +485,7 @@ def llama4() -> Case:
         "floor_scale": 8,
     }
     vision = {
-        **_vision("llama4_vision_model", 56),
+        **vision_config("llama4_vision_model", 56),
         "initializer_range": 0.02,
         "norm_eps": 1e-5,
         "pixel_shuffle_ratio": 0.5,
@@ -841,7 +498,7 @@ def llama4() -> Case:
         "vision_output_dim": 64,
         "intermediate_size": 128,
     }
-    return _plain("llama4", text, vision, lambda seed: _square(seed, size=56, rows=4))
+    return _plain("llama4", text, vision, lambda seed: square_item(seed, size=56, rows=4))
 
 
 def lfm2_vl() -> Case:
@@ -867,7 +524,7 @@ def lfm2_vl() -> Case:
             rows=np.arange(16, dtype=np.int32),
         )
 
-    vision = {**_vision("lfm2_vl", 112), "num_patches": 64}
+    vision = {**vision_config("lfm2_vl", 112), "num_patches": 64}
     return _plain("lfm2_vl", text, vision, picture, projector_hidden_size=64)
 
 
@@ -909,7 +566,7 @@ def glm4v() -> Case:
         "glm4v",
         {"model_type": "glm4v_text", "rope_scaling": {"mrope_section": sections(2, 1, 1)}},
         {"model_type": "glm4v", **vision, **more},
-        _patches,
+        patch_item,
         video_token_id=VIDEO,
         video_token_index=VIDEO,
         vision_start_token_id=START,
@@ -1016,7 +673,7 @@ def minicpmo() -> Case:
     case = _plain(
         "minicpmo",
         text,
-        _vision("siglip_vision_model", 112),
+        vision_config("siglip_vision_model", 112),
         picture,
         query_num=8,
         init_audio=False,

@@ -17,7 +17,7 @@ from mlx_paged.model.plan import StateSlots, StepInputs
 from mlx_paged.model.wrap import build_paged_model
 from mlx_paged.multimodal.families import MEDIA_FAMILIES
 from mlx_paged.multimodal.model import MultiModalModel
-from support.media_models import Case, Prompt, V
+from support.media_cases import Case, Prompt, V
 
 NUM_SLOTS = 96
 
@@ -230,7 +230,7 @@ def differences(case: Case, *, count: int = 5, chunk: int = 7) -> dict[str, floa
 
 
 def exercise(make: Any) -> dict[str, float]:
-    from support.media_models import vary
+    from support.media_cases import vary
 
     case = make()
     vary(case.model)

@@ -13,9 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from support.media_models import (
-    _DELTA,
-    CASES,
+from support.media_cases import (
     HEADS,
     IMG,
     KV_HEADS,
@@ -28,15 +26,15 @@ from support.media_models import (
     Item,
     Prompt,
     V,
-    _noise,
-    _patches,
-    _plain,
-    _qwen3,
-    _square,
-    _vision,
+    noise_of,
     package,
+    patch_item,
     sections,
+    square_item,
+    vision_config,
 )
+from support.media_models import CASES, _plain
+from support.qwen_media_models import QWEN_DELTA, _qwen3
 from support.reference import HEAD_DIM
 
 _QWEN_IDS = {
@@ -61,7 +59,7 @@ def glm_ocr() -> Case:
     rope = {"rope_type": "default", "mrope_section": sections(2, 3, 3), "rope_theta": 1e4}
     text = {"head_dim": HEAD_DIM, "rope_parameters": {**rope, "partial_rotary_factor": 1.0}}
     vision = {**_GLM_VISION, "model_type": "glm_ocr_vision"}
-    return _plain("glm_ocr", text, vision, _patches, **_QWEN_IDS)
+    return _plain("glm_ocr", text, vision, patch_item, **_QWEN_IDS)
 
 
 def glm4v_moe() -> Case:
@@ -85,14 +83,14 @@ def glm4v_moe() -> Case:
         "rope_scaling": {"type": "default", "mrope_section": sections(2, 1, 1)},
     }
     vision = {**_GLM_VISION, "model_type": "glm4v_moe"}
-    return _plain("glm4v_moe", text, vision, _patches, **_QWEN_IDS)
+    return _plain("glm4v_moe", text, vision, patch_item, **_QWEN_IDS)
 
 
 def paddleocr_vl() -> Case:
     """Its projector has the published width, whatever the config says."""
 
     def picture(seed: int) -> Item:
-        found = _patches(seed)
+        found = patch_item(seed)
         num = 4 * len(found.rows)
         pixels = np.random.default_rng(seed).standard_normal((1, num, 3, 14, 14))
         found.arrays["pixel_values"] = pixels.astype(np.float32)
@@ -110,18 +108,18 @@ def paddleocr_vl() -> Case:
             "mrope_section": sections(2, 3, 3),
         },
     }
-    case = _plain("paddleocr_vl", text, _vision("paddleocr_vl", 112), picture, **_QWEN_IDS)
+    case = _plain("paddleocr_vl", text, vision_config("paddleocr_vl", 112), picture, **_QWEN_IDS)
     case.axes = {"pixel_values": 1}
     return case
 
 
 def dots_ocr() -> Case:
     def picture(seed: int) -> Item:
-        found = _patches(seed)
+        found = patch_item(seed)
         found.arrays["pixel_values"] = found.arrays["pixel_values"][:, : 3 * 14 * 14]
         return found
 
-    vision = {**_vision("dots_vit"), "embed_dim": 32, "hidden_size": 64}
+    vision = {**vision_config("dots_vit"), "embed_dim": 32, "hidden_size": 64}
     return _plain("dots_ocr", {"model_type": "dots_ocr"}, vision, picture)
 
 
@@ -136,8 +134,8 @@ def internvl() -> Case:
     return _plain(
         "internvl",
         text,
-        _vision("internvl_vision", 112),
-        lambda seed: _square(seed, size=112, rows=16),
+        vision_config("internvl_vision", 112),
+        lambda seed: square_item(seed, size=112, rows=16),
     )
 
 
@@ -153,7 +151,7 @@ def llava_onevision() -> Case:
     return _plain(
         "llava_onevision",
         {"model_type": "qwen2"},
-        _vision("siglip_vision_model", 56),
+        vision_config("siglip_vision_model", 56),
         picture,
         image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
         video_token_index=VIDEO,
@@ -178,7 +176,7 @@ def kimi_k25() -> Case:
     def picture(seed: int) -> Item:
         height = 4 + 2 * (seed % 2)
         arrays = {
-            "pixel_values": _noise(seed, height * 8, 3, 14, 14),
+            "pixel_values": noise_of(seed, height * 8, 3, 14, 14),
             "image_grid_hws": np.array([[height, 8]]),
         }
         num = height * 8 // 4
@@ -220,7 +218,7 @@ def deepseekocr() -> Case:
         # 2 x 2 rows each, an end per line, and a separator between views.
         num = 2 * (4 + 1) + 2 * (2 + 1) + 1
         arrays = {
-            "pixel_values": [_noise(seed, 2, 3, 128, 128), _noise(seed + 50, 1, 3, 128, 128)],
+            "pixel_values": [noise_of(seed, 2, 3, 128, 128), noise_of(seed + 50, 1, 3, 128, 128)],
             "images_spatial_crop": np.array([[2, 1]]),
             "images_seq_mask": np.ones((1, num), dtype=bool),
         }
@@ -261,7 +259,7 @@ def fastvlm() -> Case:
     smaller_fastvlm()
 
     def picture(seed: int) -> Item:
-        found = _square(seed, size=128, rows=4)
+        found = square_item(seed, size=128, rows=4)
         found.short = [-200]
         return found
 
@@ -279,13 +277,13 @@ def fastvlm() -> Case:
 
 def mage_vl() -> Case:
     def picture(seed: int) -> Item:
-        found = _patches(seed, patch=16)
+        found = patch_item(seed, patch=16)
         num = 4 * len(found.rows)
-        found.arrays["pixel_values"] = _noise(seed, num, 3 * 16 * 16)
+        found.arrays["pixel_values"] = noise_of(seed, num, 3 * 16 * 16)
         return found
 
     vision = {
-        **_vision("mage_vl_vision", 112),
+        **vision_config("mage_vl_vision", 112),
         "hidden_size": 64,
         "patch_size": 16,
         "out_hidden_size": 64,
@@ -299,7 +297,7 @@ def minicpmv4_6() -> Case:
         height = 4 + 4 * (seed % 2)
         num = height * 8 // 16
         arrays = {
-            "pixel_values": [[_noise(seed, 3, 14, 14 * 8 * height)]],
+            "pixel_values": [[noise_of(seed, 3, 14, 14 * 8 * height)]],
             "tgt_sizes": [np.array([[height, 8]], dtype=np.int32)],
             "image_bound": [np.array([[1, 1 + num]])],
         }
@@ -317,8 +315,8 @@ def minicpmv4_6() -> Case:
 
     case = _plain(
         "minicpmv4_6",
-        {"model_type": "qwen3_5_text", "head_dim": HEAD_DIM, **_DELTA},
-        {**_vision("minicpmv4_6_vision", 112)},
+        {"model_type": "qwen3_5_text", "head_dim": HEAD_DIM, **QWEN_DELTA},
+        {**vision_config("minicpmv4_6_vision", 112)},
         picture,
         insert_layer_id=0,
     )
@@ -330,7 +328,7 @@ def granite4_vision() -> Case:
     def picture(seed: int) -> Item:
         # The whole, of 2 x 2 rows, and a row of two tiles without padding; each line with an end.
         arrays = {
-            "pixel_values": _noise(seed, 1, 3, 3, 56, 56),
+            "pixel_values": noise_of(seed, 1, 3, 3, 56, 56),
             "image_sizes": np.array([[56, 112]]),
         }
         num = 4 + 2 * 5
@@ -339,7 +337,7 @@ def granite4_vision() -> Case:
     case = _plain(
         "granite4_vision",
         {"model_type": "granitemoehybrid", "shared_intermediate_size": 48},
-        {**_vision("siglip_vision_model", 56), "hidden_size": 64},
+        {**vision_config("siglip_vision_model", 56), "hidden_size": 64},
         picture,
         image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
         deepstack_layer_map=[[-2, 0], [-1, 1]],
@@ -351,7 +349,7 @@ def granite4_vision() -> Case:
 
 
 def _mistral3(text: dict[str, Any]) -> Case:
-    vision = {**_vision("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
+    vision = {**vision_config("pixtral", 112), "head_dim": 16, "rope_theta": 10000.0}
     # So that the temperature changes within a prompt.
     scaling = {
         "rope_theta": 10000.0,
@@ -362,7 +360,7 @@ def _mistral3(text: dict[str, Any]) -> Case:
         "mistral3",
         {**text, "rope_theta": 10000.0, "rope_parameters": {**scaling, **text["rope_parameters"]}},
         vision,
-        lambda seed: _square(seed, size=112, rows=16, sizes=True, between=[151]),
+        lambda seed: square_item(seed, size=112, rows=16, sizes=True, between=[151]),
     )
 
 
@@ -395,7 +393,7 @@ def phi4mm() -> Case:
         "depthwise_seperable_out_channel": 32,
         "conv_channels": 8,
     }
-    vision = {**_vision("siglip2_vision_model", 112)}
+    vision = {**vision_config("siglip2_vision_model", 112)}
     vision.pop("num_channels")
     turned = 3 * HEAD_DIM // 8
     factors = {"short_factor": [1.0] * turned, "long_factor": [2.0] * turned}
@@ -417,7 +415,7 @@ def phi4mm() -> Case:
     def picture(seed: int) -> Item:
         num = 4 * (4 + seed % 2)
         arrays = {
-            "pixel_values": _noise(seed, 1, 24, 3 * 14 * 14),
+            "pixel_values": noise_of(seed, 1, 24, 3 * 14 * 14),
             "spatial_shapes": np.array([[4 + seed % 2, 4]]),
             "pixel_attention_mask": np.arange(24)[None] < num,
         }
@@ -425,7 +423,7 @@ def phi4mm() -> Case:
 
     def sound(seed: int) -> Item:
         arrays = {
-            "input_audio_embeds": _noise(seed, 1, 64, 80),
+            "input_audio_embeds": noise_of(seed, 1, 64, 80),
             "audio_embed_sizes": np.array([8]),
         }
         return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
@@ -434,7 +432,7 @@ def phi4mm() -> Case:
 
 
 def indic_ocr() -> Case:
-    text = {"model_type": "qwen3_5_text", **_DELTA}
+    text = {"model_type": "qwen3_5_text", **QWEN_DELTA}
     return _qwen3("indic_ocr", text, [], tower="qwen3_5")
 
 
@@ -468,7 +466,7 @@ def deepseekocr_2() -> Case:
     def picture(seed: int) -> Item:
         num = 2 * 4 + 16 + 1  # two tiles, the whole, and an end
         arrays = {
-            "pixel_values": [_noise(seed, 2, 3, 64, 64), _noise(seed + 50, 1, 3, 128, 128)],
+            "pixel_values": [noise_of(seed, 2, 3, 64, 64), noise_of(seed + 50, 1, 3, 128, 128)],
             "images_spatial_crop": np.array([[2, 1]]),
             "images_seq_mask": np.ones((1, num), dtype=bool),
         }
@@ -513,12 +511,12 @@ def gemma4_unified(*, sees_pictures: bool = False) -> Case:
 
     def picture(seed: int) -> Item:
         places = np.stack(np.meshgrid(np.arange(4), np.arange(4)), axis=-1).reshape(1, 16, 2)
-        arrays = {"pixel_values": _noise(seed, 1, 16, 192), "image_position_ids": places}
+        arrays = {"pixel_values": noise_of(seed, 1, 16, 192), "image_position_ids": places}
         return Item([IMG] * 16, arrays, rows=np.arange(16, dtype=np.int32))
 
     def sound(seed: int) -> Item:
         arrays = {
-            "input_features": _noise(seed, 1, 8, 32),
+            "input_features": noise_of(seed, 1, 8, 32),
             "input_features_mask": np.ones((1, 8), dtype=bool),
         }
         return Item([SOUND] * 8, arrays, "audio", np.arange(8, dtype=np.int32))
@@ -569,7 +567,7 @@ def muse_glimmer() -> Case:
         "muse_glimmer",
         text,
         vision,
-        _patches,
+        patch_item,
         video_token_id=VIDEO,
         out_hidden_size=128,
         projector_hidden_size=32,
@@ -594,8 +592,8 @@ def step3p7() -> Case:
     def picture(seed: int) -> Item:
         """A tile and the whole image, of 2 x 2 rows."""
         arrays = {
-            "pixel_values": _noise(seed, 1, 3, 112, 112),
-            "patch_pixel_values": _noise(seed + 50, 1, 3, 112, 112),
+            "pixel_values": noise_of(seed, 1, 3, 112, 112),
+            "patch_pixel_values": noise_of(seed + 50, 1, 3, 112, 112),
             "num_patches": np.array([1]),
         }
         ids = [IMG] * 4 + [151, 152] + [IMG] * 4
@@ -643,7 +641,7 @@ def nemotron_h_nano_omni() -> Case:
             }
         )
     )
-    return Case(model, "nemotron_h_nano_omni", lambda seed: _square(seed, size=128, rows=16))
+    return Case(model, "nemotron_h_nano_omni", lambda seed: square_item(seed, size=128, rows=16))
 
 
 MORE: dict[str, Callable[[], Case]] = {

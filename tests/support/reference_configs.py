@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from support.family_configs import ALTERNATING, LINEAR_FIRST, SLIDING_FIRST, VOCAB_SIZE, WINDOW
+from support.family_config_parts import ALTERNATING, LINEAR_FIRST, SLIDING_FIRST, VOCAB_SIZE, WINDOW
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

@@ -27,7 +27,8 @@ from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.sharding import shard
 from mlx_paged.model.wrap import convert_to_paged
 from support.adapters import adapted, random_layers, write_mlx
-from support.family_configs import VOCAB_SIZE, config_of
+from support.family_config_parts import VOCAB_SIZE
+from support.family_configs import config_of
 from support.metal_stand_ins import standing_in
 from support.parity import Driver, family_model, relative_difference
 
