@@ -42,6 +42,7 @@ from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.model import staged_blocks
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.staged_blocks import StagedBlockBytes
 from mlx_paged.offload.segments import Block, Record
@@ -105,13 +106,15 @@ def test_every_kind_of_cache_travels(name: str, tmp_path: Path) -> None:
         assert contents_of(pair.decode, PROMPT[:97]) == contents_of(pair.prefill, PROMPT[:97])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
+@pytest.mark.parametrize(("name", "bound"), [("gemma3", 1), ("qwen3_next", 1), ("gemma3", 1 << 29)])
 def test_blocks_travel_through_the_streams_of_devices(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, bound: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with devices that have memory of their own: copies end later."""
     monkeypatch.setattr(build, "SharedBlockBytes", StagedBlockBytes)
-    monkeypatch.setattr(server, "MAX_WAITING_BYTES", 1)
+    monkeypatch.setattr(server, "MAX_WAITING_BYTES", bound)
+    monkeypatch.setattr(staged_blocks, "_LEAST_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(staged_blocks, "_COPY_THREADS", 2)
     options = {"max_num_batched_tokens": 24, "typical_context_len": 100, "max_num_seqs": 8}
     with pair_of(loaded(name), loaded(name), tmp_path, **options) as pair:
         output = pair.answer(PROMPT, GREEDY)
