@@ -175,7 +175,7 @@ def open_everything(page: Page) -> Iterator[str]:
 
 
 @in_browser
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @AT_ALL_WIDTHS
 def test_axe_finds_nothing(browser, page_server, width) -> None:
     with visiting(
