@@ -53,7 +53,7 @@ def llm_of(path: Path, *, drafts: bool, num_blocks: int = 60, **more: Any) -> LL
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(7)
 def test_drafts_are_those_of_the_reference(name: str, tmp_path: Path, oracle: Oracle) -> None:
     reference = MtpReference(CASES[name], tmp_path)
     rng = np.random.default_rng(3)

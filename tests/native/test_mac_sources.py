@@ -118,7 +118,7 @@ def test_a_metallib_build_compiles(compile_source: Compile) -> None:
     assert not errors, errors[:4000]
 
 
-@pytest.mark.one_in(64)
+@pytest.mark.one_in(66)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_whole_extension(compile_source: Compile, tmp_path: Path, batch: str) -> None:
     """In the batches of CMake's unity build."""

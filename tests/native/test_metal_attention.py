@@ -64,7 +64,7 @@ DTYPES_AND_DIMS = [
 ]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(("dtype", "dims"), DTYPES_AND_DIMS, ids=str)
 def test_every_dtype_and_head_dim(rng, dtype, dims) -> None:
     key_dim, value_dim = dims

@@ -293,7 +293,7 @@ def test_a_workspace_is_little_larger_than_asked_for() -> None:
         assert more >= min(size * 17 // 16, size + 16384)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @needs_simulator
 @pytest.mark.parametrize("heads", [2, 8])
 def test_a_row_has_the_same_bits_alone_and_in_company(rng, heads) -> None:

@@ -46,7 +46,7 @@ def loss(exact: list[np.ndarray], found: list[np.ndarray], tokens: list[list[int
     return float(kl), float(np.exp(nats(found) - nats(exact)) - 1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", LIMITS)
 def test_quantized_keys_and_values(name: str, loaded: LoadedModel, exact: Callable) -> None:
     pairs = [exact(i) for i in range(2)]
