@@ -70,22 +70,25 @@ struct Rows {
   }
 };
 
+// Rows that a task rounds. A task with a whole block of rows shares no cache line with others.
+constexpr int kRoundedAtOnce = 4;
+
 // Rows that are rounded at a time, so that they stay in the L2 cache while all weights pass.
 // Processors with AMX have 2 MB of it, others that multiply integers by vectors 1 MB.
 int rows_at_once(bool uses_amx, int64_t row_bytes) {
-  constexpr int kMaxRows = 256, kMinRows = 64;
+  constexpr int kMinRows = 64;
+  const int max_rows = uses_amx ? 512 : 256;
   const int64_t bytes = uses_amx ? 1 << 20 : 1 << 19;
-  return int(std::clamp<int64_t>(bytes / row_bytes / 16 * 16, kMinRows, kMaxRows));
+  return int(std::clamp<int64_t>(bytes / row_bytes / 16 * 16, kMinRows, max_rows));
 }
 
 // Multiplies `max_rows` rounded rows at a time. round(rows, to, begin, end) rounds rows [begin,
-// end) of a block; multiply(rows, rounded, first) multiplies a block, whose first row is row
-// `first`.
+// end) of a block, `at_once` per task; multiply(rows, rounded, first) multiplies a block, whose
+// first row is row `first`.
 template <typename Round, typename Multiply>
 void multiply_rounded_blocks(
     const Rows& x, const cpu::WeightView& weights, const void* kernels, int max_rows,
-    int64_t block_bytes, const Round& round, const Multiply& multiply) {
-  constexpr int kAtOnce = 4;  // rows rounded per task
+    int64_t block_bytes, int at_once, const Round& round, const Multiply& multiply) {
   thread_local cpu::RoundedRows rounded;
   rounded.begin(
       {x.input, x.x, x.count, weights.bits, kernels}, (x.count + max_rows - 1) / max_rows,
@@ -94,9 +97,9 @@ void multiply_rounded_blocks(
     Rows rows = x.range(begin, std::min(begin + max_rows, x.count), weights.k);
     char* to = rounded.block(block);
     if (!rounded.has(block)) {
-      cpu::parallel_for((rows.count + kAtOnce - 1) / kAtOnce, [&](int task, int) {
-        int first = task * kAtOnce;
-        round(rows, to, first, std::min(first + kAtOnce, rows.count));
+      cpu::parallel_for((rows.count + at_once - 1) / at_once, [&](int task, int) {
+        int first = task * at_once;
+        round(rows, to, first, std::min(first + at_once, rows.count));
       });
       rounded.set_done(block);
     }
@@ -112,10 +115,12 @@ void multiply_integers(
   int k = weights.k;
   // Long rows pass in chunks.
   bool uses_amx = integers.uses_blocks(x.count);
-  int64_t row_bytes = integers.row_bytes(std::min(k, uses_amx ? cpu::kAmxChunk : cpu::kTileChunk));
+  int64_t row_bytes = uses_amx ? integers.blocks.bytes(std::min(k, cpu::kAmxChunk)) / cpu::kRowBlock
+                               : integers.row_bytes(std::min(k, cpu::kTileChunk));
   int max_rows = std::min(x.count, rows_at_once(uses_amx, row_bytes));
   multiply_rounded_blocks(
       x, weights, &integers, max_rows, integers.rounded_bytes(max_rows, k),
+      uses_amx ? cpu::kRowBlock : kRoundedAtOnce,
       [&](const Rows& rows, char* to, int begin, int end) {
         integers.round({rows.x, k, rows.count, k, weights.bits, to}, begin, end);
       },
@@ -143,7 +148,7 @@ void multiply_bfloat(
   int64_t row_bytes = bfloat.parts * cpu::bfloat_stride(k) * kPart;
   int max_rows = uses_amx ? std::min(x.count, rows_at_once(true, row_bytes)) : x.count;
   multiply_rounded_blocks(
-      x, weights, &bfloat, max_rows, bfloat.rounded_size(max_rows, k) * kPart,
+      x, weights, &bfloat, max_rows, bfloat.rounded_size(max_rows, k) * kPart, kRoundedAtOnce,
       [&](const Rows& rows, char* to, int begin, int end) {
         bfloat.round({rows.x, k, rows.count, k, reinterpret_cast<uint16_t*>(to)}, begin, end);
       },
