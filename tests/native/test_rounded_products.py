@@ -6,6 +6,7 @@ float64.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -228,6 +229,54 @@ def test_integers_of_all_digits_are_multiplied_as_they_are(rng, bits: int, group
             )
             allowed = np.abs(sums.sum(axis=-1)).sum(axis=-1) * 4e-7
             assert (np.abs(got - sums.sum(axis=(-1, -2))) <= allowed).all()
+
+
+def codes_of(arrays: list[mx.array], bits: int, group: int) -> np.ndarray:
+    """The integers of affine weights, ``[n, k]``."""
+    ones, zeros = mx.ones_like(arrays[1]), mx.zeros_like(arrays[2])
+    return dequantized([arrays[0], ones, zeros], "affine", bits, group).astype(np.int64)
+
+
+# Both sides of each border between ways to multiply.
+FEW_AND_MORE = [*range(1, 65)] if EVERYTHING else [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 17, 33, 64]
+
+
+@pytest.mark.parametrize("activations", ["int8", pytest.param("float32", marks=needs_digits)])
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_each_group_has_its_own_scale_and_bias(
+    rng, activations: str, bits: int, group: int
+) -> None:
+    """Against sums of integers, with scales that differ up to 2000 times between groups."""
+    if activations == "float32" and bits not in WIDE_BITS:
+        pytest.skip("products of float activations are in float32 with these kernels")
+    is_int8 = activations == "int8"
+    together = ROUNDED if is_int8 else shared(group)
+    most = 127 if is_int8 else largest(bits, group) - 1
+    for dtype, (n, groups) in zip(
+        itertools.cycle((mx.float32, mx.float16, mx.bfloat16)),
+        [(1, 1), (3, 2), (5, 3), (33, 4), (70, 17), (37, 9), (66, 5)],
+    ):
+        k = groups * group
+        arrays = quantized(rng, n, k, "affine", bits, group, dtype)
+        for i in (1, 2):
+            factors = 2.0 ** rng.integers(-5, 7, (n, groups)) * rng.choice([-1, 1], (n, groups))
+            arrays[i] = mx.array(factors * rng.uniform(1, 2, (n, groups))).astype(dtype)
+        codes = codes_of(arrays, bits, group).reshape(n, -1, together)
+        scale, bias = (
+            np.repeat(np.array(a.astype(mx.float32)).astype(np.float64), group // together, axis=1)
+            for a in arrays[1:]
+        )
+        for rows in FEW_AND_MORE:
+            integers = rng.integers(-most, most + 1, (rows, k // together, together))
+            integers[:, :, rng.integers(together)] = most  # rounding leaves them as they are
+            steps = 2.0 ** rng.integers(-3, 4, (rows, k // together))
+            x = (integers * steps[:, :, None]).reshape(rows, k)
+            products = np.einsum("rgi,ngi->rng", integers, codes) * steps[:, None]
+            sums = (integers.sum(axis=-1) * steps)[:, None]
+            got = (multiply if is_int8 else multiply_floats)(x, arrays, bits, group)
+            error = np.abs(np.array(got) - (products * scale + sums * bias).sum(axis=-1))
+            allowed = 4e-7 * (np.abs(products * scale) + np.abs(sums * bias)).sum(axis=-1)
+            assert (error <= allowed).all(), (dtype, n, groups, rows)
 
 
 @needs_digits
