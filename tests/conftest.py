@@ -59,6 +59,31 @@ if hasattr(_libc, "mallopt"):
     _libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
     _libc.mallopt(-2, 16 << 20)  # M_TOP_PAD
 
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"),
+            *("fordblks", "keepcost"),
+        )
+    ]
+
+
+# Freed bytes that a worker keeps from one file of tests to the next.
+_MAX_FREE_BYTES = 256 << 20
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Gives freed memory back after a file: the largest model of a worker's tests would stay."""
+    if hasattr(_libc, "mallinfo2") and (nextitem is None or nextitem.path != item.path):
+        _libc.mallinfo2.restype = _MallocInfo
+        if _libc.mallinfo2().fordblks > _MAX_FREE_BYTES:
+            _libc.malloc_trim(0)
+
+
 # Deadlines fail slow machines, not slow code. `quick` is for runs that repeat a file many times.
 _common = {
     "derandomize": True,
