@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from bisect import bisect
 from collections import deque
 
@@ -86,6 +87,9 @@ class SharedMemory:
             os.close(self.fd)
             raise OSError(f"cannot map {self.num_bytes} bytes of shared memory: {error}") from error
         self._map[: len(_MAGIC) + TOKEN_BYTES] = _MAGIC + self.token
+        # Not in `close`: another thread may be passing the descriptor on, and would pass a new file
+        # that got the same number.
+        weakref.finalize(self, os.close, self.fd)
 
     def take(self, size: int) -> Slot | None:
         """Returns a slot for a block; None if there is no room, or `size` is 0."""
@@ -133,9 +137,7 @@ class SharedMemory:
     def close(self) -> None:
         """Hands out no more slots. The memory stays while something refers to it."""
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self.fd)
+            self._is_closed = True
 
 
 class MemoryView:
@@ -195,7 +197,7 @@ def _memory_file(num_bytes: int) -> int:
 
 def _posix_memory(num_bytes: int) -> int:
     """The same on macOS. The name is gone before anything else happens."""
-    # What `multiprocessing.shared_memory` uses.
+    # The standard library's `multiprocessing.shared_memory` is built on this module, too.
     from _posixshmem import shm_open, shm_unlink  # type: ignore[import-not-found]
 
     name = f"/mlxp{secrets.token_hex(8)}"

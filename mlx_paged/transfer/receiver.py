@@ -116,7 +116,7 @@ class Incoming:
         self._connection: Connection | None = None
         self._memory: MemoryView | None = None
         self._num_lent = 0  # blocks in shared memory that were not given back
-        self._given_back = bytearray()  # offsets that are to be sent
+        self._given_back = bytearray()  # offsets of released slots, not sent yet
         self._share: Callable[[], int] = lambda: MAX_WAITING_BYTES
         self._made_at = time.monotonic()
 
@@ -176,7 +176,7 @@ class Incoming:
                 self._send_given_back(self._connection)
 
     def _send_given_back(self, connection: Connection) -> None:
-        # What the other end does not read now is sent later.
+        # This must not block. The next call sends what the socket does not take now.
         with contextlib.suppress(OSError):
             del self._given_back[: connection.send_now(self._given_back)]
 

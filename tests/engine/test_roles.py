@@ -396,6 +396,13 @@ def stepped(engine: Engine) -> bool:
     return bool(engine._scheduler.has_unfinished)
 
 
+def two_prompts() -> tuple[list[list[int]], list[list[int]]]:
+    """Two prompts, and one engine's answers."""
+    prompts = random_prompts(100, 100, seed=6)
+    expected, _ = answers(make(embedded_twin(), **OPTIONS), prompts)
+    return prompts, expected
+
+
 def test_a_prompt_that_overtakes_others_does_not_wait_for_their_transfers(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,9 +413,7 @@ def test_a_prompt_that_overtakes_others_does_not_wait_for_their_transfers(
         monkeypatch.setattr(end, "MAX_WAITING_BYTES", 1)
     options = {"max_num_seqs": 1, "policy": "priority"}
     with pair_of(embedded_twin(), embedded_twin(), tmp_path, **options) as pair:
-        one = make(embedded_twin(), **OPTIONS)
-        first, second = random_prompts(100, 100, seed=6)
-        expected, _ = answers(one, [first, second])
+        [first, second], expected = two_prompts()
         long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         running = pair.decode.add_request("running", [5, 6, 7], long)
         pair.step()
@@ -439,9 +444,7 @@ def test_an_urged_transfer_ends_with_its_restoration(
     monkeypatch.setattr(receiver, "MAX_URGED_TRANSFERS", 1)
     options = {"max_num_seqs": 1, "policy": "priority"}
     with pair_of(embedded_twin(), embedded_twin(), tmp_path, **options) as pair:
-        one = make(embedded_twin(), **OPTIONS)
-        first, second = random_prompts(100, 100, seed=6)
-        expected, _ = answers(one, [first, second])
+        [first, second], expected = two_prompts()
         low = pair.decode.add_request("low", first, GREEDY, priority=1)
         while not pair.decode._kv.restorations:
             pair.decode.step()

@@ -10,13 +10,14 @@ import contextlib
 import gc
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from support.event_loops import turns_during
 from support.server_helpers import RunningServer, events, running
 
 from mlx_paged.core import FinishReason
@@ -250,29 +251,6 @@ def test_a_long_text_of_a_template_is_never_tokenized(client, server, monkeypatc
 
 
 # Answers.
-
-
-def turns_during(work: Callable[[], Any]) -> tuple[int, Any]:
-    """How often another task had a turn while a coroutine ran, and its result."""
-
-    async def main() -> tuple[int, Any]:
-        num_turns = 0
-
-        async def other() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(other())
-        await asyncio.sleep(0)
-        before = num_turns
-        result = await work()
-        found = num_turns - before
-        task.cancel()
-        return found, result
-
-    return asyncio.run(main())
 
 
 def test_a_body_is_serialised_in_pieces() -> None:

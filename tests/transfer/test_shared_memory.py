@@ -321,12 +321,21 @@ def test_a_sender_that_is_killed_within_a_block() -> None:
     wait_until(lambda: gc.collect() >= 0 and shared_memory() <= before, "memory is lost")
 
 
+def test_a_closed_memory_keeps_its_descriptor() -> None:
+    """A thread that was passing it on would have passed the next file that was opened."""
+    memory = SharedMemory(SIZE)
+    memory.close()
+    with open(__file__):
+        assert os.fstat(memory.fd).st_size == memory.num_bytes
+
+
 def has_failed(incoming: Incoming) -> bool:
     return incoming.failure is not None
 
 
 def shared_memory() -> set[str]:
-    """What this process has of shared memory, and what any process can find. Linux only."""
+    """This process's mappings and descriptors of shared memory, and the names that any process
+    could open. Linux only."""
     if sys.platform != "linux":
         return set()
     with open("/proc/self/maps") as file:

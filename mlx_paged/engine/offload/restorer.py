@@ -72,7 +72,7 @@ class Restorer:
         self._rates = rates
         self._ahead: WeakKeyDictionary[Restoration, _Ahead] = WeakKeyDictionary()
         self.arrived = threading.Event()
-        # What to call once the writes have begun: they no longer need the bytes.
+        # Callbacks that release buffers. Once the writes have begun, nothing reads the buffers.
         self._used: list[Callable[[], None]] = []
 
     def advance(
