@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_paged.transfer.memory import TOKEN_BYTES, MemoryView, SharedMemory, sight_of
-from mlx_paged.transfer.wire import TO_GREET, Connection, WireError
+from mlx_paged.transfer.wire import TO_GREET, Connection, Welcome, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +129,12 @@ class Link(NamedTuple):
 
     Attributes:
         memory: The memory that both share; None if the blocks come over TCP.
+        max_tokens: Maximum tokens of a prompt.
     """
 
     connection: Connection
     memory: MemoryView | None
+    max_tokens: int
 
 
 class Linker:
@@ -146,7 +148,7 @@ class Linker:
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._address = address
         self._secret = secret
-        self._name = b""  # of its local socket, once known
+        self._known: Welcome | None = None  # of the engine whose local socket was used last
         self._memory: MemoryView | None = None
         self._lock = threading.Lock()
         self._told: str | None = None
@@ -158,31 +160,31 @@ class Linker:
             WireError: The other end does not have the secret.
             OSError: It cannot be reached.
         """
-        if self._name:
-            local = self._local(self._name)
+        if self._known is not None:
+            local = self._local(self._known)
             if local is not None:
                 return local
-            self._name = b""
+            self._known = None
         connection = Connection(socket.create_connection(self._address, timeout=TO_GREET))
         try:
             connection.greet_as_client(self._secret)
-            name = connection.read_name(TO_GREET)
-            local = self._local(name) if name else None
+            welcome = connection.read_welcome(TO_GREET)
+            local = self._local(welcome) if welcome.local_name else None
         except BaseException:
             connection.close()
             raise
         if local is None:
-            return Link(connection, None)
+            return Link(connection, None, welcome.max_tokens)
         connection.close()
-        self._name = name
+        self._known = welcome
         return local
 
-    def _local(self, name: bytes) -> Link | None:
+    def _local(self, welcome: Welcome) -> Link | None:
         """Connects to a local socket; None if that is not possible."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(TO_GREET)
-            sock.connect(name)
+            sock.connect(welcome.local_name)
         except OSError as error:
             sock.close()
             self._tell(f"blocks come over TCP: {error.strerror or error}")
@@ -197,7 +199,7 @@ class Linker:
             self._tell(f"blocks come over TCP: {error}")
             return None
         self._tell("blocks come through shared memory")
-        return Link(connection, memory)
+        return Link(connection, memory, welcome.max_tokens)
 
     def _tell(self, what: str) -> None:
         """Logs what has changed."""

@@ -35,6 +35,8 @@ from mlx_paged.transfer.wire import (
     Connection,
     Kind,
     PrefillRequest,
+    PromptError,
+    SlowError,
     WireError,
 )
 
@@ -49,7 +51,7 @@ MAX_WAITING_BYTES = 256 << 20
 _SILENCE = 10 * BEAT
 # Seconds in which at least one block must come, or a prompt's turn.
 _PROGRESS = 60.0
-# Seconds for which an engine that could not be reached is not asked again.
+# Seconds for which an engine that has failed is not asked again.
 _PAUSE = 10.0
 
 
@@ -88,7 +90,8 @@ class Incoming:
             memory.
         num_blocks, num_bytes: Blocks that have arrived, and their bytes.
         num_shared_bytes: Bytes of those that came through shared memory.
-        seconds: Time from its making to the last block; None until all have arrived.
+        seconds: Time from its making to the last block, or until that took too long; None before,
+            and after any other failure.
     """
 
     def __init__(
@@ -195,8 +198,8 @@ class Incoming:
             is_first, self._has_begun = not self._has_begun, True
         return is_first
 
-    def run(self, connect: Callable[[], Link], share: Callable[[], int]) -> str | None:
-        """Receives all blocks; returns why that failed.
+    def run(self, connect: Callable[[], Link], share: Callable[[], int]) -> bool:
+        """Receives all blocks; returns False if the engine has failed, so that others would, too.
 
         Args:
             connect: Connects to the prefill engine.
@@ -204,29 +207,36 @@ class Incoming:
         """
         self._share = share
         failure: str | None = "the thread that received it has failed"
+        engine_works = is_timed = False
         try:
-            if self._is_cancelled:
-                return None
-            if time.monotonic() - self._made_at > _PROGRESS:
-                raise TimeoutError("too many prompts wait")
-            connection, memory = connect()
-            with self._changed:
-                self._connection, self._memory = connection, memory
             if not self._is_cancelled:
-                connection.send_request(self.request, _SILENCE)
-                self._receive(connection)
-            failure = None
+                self._ask(connect)
+            failure, engine_works, is_timed = None, True, True
+        except PromptError as error:
+            failure, engine_works, is_timed = str(error), True, isinstance(error, SlowError)
         except (OSError, WireError) as error:
-            failure = str(error)
+            failure, engine_works = str(error), self._is_cancelled or bool(self.num_blocks)
         finally:
-            self._end(failure)
-        return self.failure
+            self._end(failure, is_timed)
+        return engine_works
 
-    def _end(self, failure: str | None) -> None:
+    def _ask(self, connect: Callable[[], Link]) -> None:
+        if time.monotonic() - self._made_at > _PROGRESS:
+            raise SlowError("too many prompts wait")
+        connection, memory, max_tokens = connect()
+        with self._changed:
+            self._connection, self._memory = connection, memory
+        if self.request.num_tokens > max_tokens:
+            raise PromptError(f"the prefill engine takes prompts of at most {max_tokens} tokens")
+        if not self._is_cancelled:
+            connection.send_request(self.request, _SILENCE)
+            self._receive(connection)
+
+    def _end(self, failure: str | None, is_timed: bool) -> None:
         with self._changed:
             if not self._is_cancelled:
                 self.failure = failure
-                self.seconds = None if failure is not None else time.monotonic() - self._made_at
+                self.seconds = time.monotonic() - self._made_at if is_timed else None
                 self._is_complete = failure is None
                 if failure is not None:
                     self._drop_waiting()
@@ -237,8 +247,9 @@ class Incoming:
     def _receive(self, connection: Connection) -> None:
         progress_at = time.monotonic()
         while not self._is_cancelled and (kind := self._read_kind(connection)) is not Kind.END:
-            if kind is Kind.FAILED:
-                raise WireError(connection.read_failure(_SILENCE))
+            if kind is Kind.FAILED or kind is Kind.REFUSED:
+                reason = connection.read_reason(_SILENCE)
+                raise PromptError(reason) if kind is Kind.FAILED else WireError(reason)
             if kind is Kind.RECORD or kind is Kind.SHARED:
                 record = connection.read_record(_SILENCE)
                 block = self._number_of(record)
@@ -248,7 +259,7 @@ class Incoming:
                     self._receive_block(connection, record, block)
                 progress_at = time.monotonic()
             elif time.monotonic() - progress_at > _PROGRESS:
-                raise TimeoutError(f"no block came within {_PROGRESS:g} s")
+                raise SlowError(f"no block came within {_PROGRESS:g} s")
 
     def _read_kind(self, connection: Connection) -> Kind:
         if self._given_back:
@@ -331,7 +342,8 @@ class Receiver:
 
     @property
     def is_paused(self) -> bool:
-        """True for a while after the engine could not be reached, or refused this one."""
+        """True for a while after the engine could not be reached, was silent, broke the protocol or
+        refused this one. One that is full, or cannot compute some prompt, is asked again."""
         return time.monotonic() < self._paused_until
 
     def start(self, incoming: Incoming) -> None:
@@ -350,9 +362,9 @@ class Receiver:
         if not incoming.begin():
             return
         self._running.add(incoming)
-        failure = incoming.run(self._linker.connect, self._share)
+        engine_works = incoming.run(self._linker.connect, self._share)
         self._running.discard(incoming)
-        if failure is not None and not incoming.num_blocks:
+        if not engine_works:
             self._paused_until = time.monotonic() + _PAUSE
 
     def _share(self) -> int:

@@ -21,21 +21,27 @@ from mlx_paged.transfer.wire import (
     WAIT_FRAME,
     Connection,
     PrefillRequest,
+    Welcome,
     WireError,
     shared_frame,
 )
 
 logger = logging.getLogger(__name__)
 
-#: Connections at once; each has one prompt. Further ones are closed. Those whose blocks were all
-#: sent, and are used in shared memory, do not count.
-MAX_CONNECTIONS = 64
+#: Prompts at once. Further ones are refused. Those whose blocks were all sent, and are used in
+#: shared memory, do not count.
+MAX_PROMPTS = 64
+# Connections that have not sent a prompt yet. The oldest one is closed for a further one, so that
+# no one can keep others out without the secret.
+_MAX_GREETINGS = 64
 #: Bytes of blocks that may wait to be sent, or are in shared memory. An engine copies blocks only
 #: between steps, and one step of a GPU fills hundreds of megabytes.
 MAX_WAITING_BYTES = 512 << 20
 # Seconds after which a decode engine that takes nothing is given up. It takes nothing while all its
 # blocks are in use.
 _STALLED = 60.0
+# Connections that the system accepts ahead.
+_BACKLOG = 64
 # Seconds after a connection could not be accepted until the next attempt.
 _RETRY = 1.0
 
@@ -248,7 +254,7 @@ class Prefiller(Protocol):
     max_tokens: int
 
     def refusal(self, request: PrefillRequest) -> str | None:
-        """Why a prompt is not computed; None if it is."""
+        """Why no prompt of the engine that sent this one is computed; None if they are."""
 
     def begin(self, outgoing: Outgoing) -> None:
         """Begins to compute a prompt. It adds the blocks, and ends `outgoing`."""
@@ -273,17 +279,18 @@ class PrefillServer:
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
+        self._socket = socket.create_server(address, family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         self._secret = secret
         self._local: socket.socket | None = None
         self._local_name = b""
         try:
-            self._local, self._local_name = local.listen(MAX_CONNECTIONS)
+            self._local, self._local_name = local.listen(_BACKLOG)
         except OSError as error:
             logger.info("[prefill] all blocks go over TCP: %s", error)
         self._memory: SharedMemory | None = None
-        self._connections: set[Connection] = set()
+        self._greeting: dict[Connection, None] = {}  # without a prompt yet, in order
+        self._connections: set[Connection] = set()  # each has a prompt
         self._ending: set[Connection] = set()  # whose blocks were all sent
         self._outgoing: set[Outgoing] = set()
         self._lock = threading.Lock()
@@ -322,11 +329,7 @@ class PrefillServer:
                     time.sleep(_RETRY)
                 continue
             prefiller = reference()
-            with self._lock:
-                is_taken = len(self._connections) < MAX_CONNECTIONS and not self._is_closed
-                if is_taken:
-                    self._connections.add(connection)
-            if prefiller is None or not is_taken:
+            if prefiller is None or not self._begin_greeting(connection):
                 connection.close()
             else:
                 threading.Thread(
@@ -337,6 +340,17 @@ class PrefillServer:
                 ).start()
             del prefiller  # It may end while this thread waits for a connection.
 
+    def _begin_greeting(self, connection: Connection) -> bool:
+        with self._lock:
+            if self._is_closed:
+                return False
+            if len(self._greeting) >= _MAX_GREETINGS:
+                oldest = next(iter(self._greeting))
+                del self._greeting[oldest]
+                oldest.close()
+            self._greeting[connection] = None
+            return True
+
     def _serve(self, connection: Connection, prefiller: Prefiller, is_local: bool) -> None:
         try:
             connection.greet_as_server(self._secret)
@@ -345,11 +359,14 @@ class PrefillServer:
                 memory = self._shared_memory()
                 local.offer(connection, memory)
             else:
-                connection.send_name(self._local_name)
+                connection.send_welcome(Welcome(prefiller.max_tokens, self._local_name))
             request = connection.read_request(prefiller.max_tokens)
             refusal = prefiller.refusal(request)
             if refusal is not None:
-                connection.send_end(refusal, _STALLED)
+                connection.send_refusal(refusal, _STALLED)
+                return
+            if not self._take(connection):
+                connection.send_end("the prefill engine has too many prompts", _STALLED)
                 return
             outgoing = Outgoing(request, connection, prefiller.wake, memory)
             self._send(outgoing, connection, prefiller)
@@ -360,8 +377,18 @@ class PrefillServer:
         finally:
             connection.close()
             with self._lock:
+                self._greeting.pop(connection, None)
                 self._connections.discard(connection)
                 self._ending.discard(connection)
+
+    def _take(self, connection: Connection) -> bool:
+        """Gives a connection a place for its prompt, if there is one."""
+        with self._lock:
+            if connection.is_closed or len(self._connections) >= MAX_PROMPTS:
+                return False
+            del self._greeting[connection]
+            self._connections.add(connection)
+            return True
 
     def _send(self, outgoing: Outgoing, connection: Connection, prefiller: Prefiller) -> None:
         collector = None
@@ -400,7 +427,7 @@ class PrefillServer:
         """Ends all connections."""
         with self._lock:
             self._is_closed = True
-            connections = [*self._connections, *self._ending]
+            connections = [*self._greeting, *self._connections, *self._ending]
             if self._memory is not None:
                 self._memory.close()  # before the receivers' places count as free
         for connection in connections:

@@ -6,12 +6,13 @@
                     <- magic, nonce
     nonce, proof ->
                     <- proof                   both know the secret
-                    <- name                    of a local socket, over TCP; see `transfer.local`
+                    <- welcome                 over TCP: the longest prompt, and the name of a local
+                                               socket; see `transfer.local`
     request ->                                 a prompt
                     <- RECORD, its bytes       in the order of `PrefillRequest`
                     <- SHARED                  the same, where the bytes are in shared memory
                     <- WAIT                    nothing is ready yet; once a second
-                    <- END, or FAILED and why
+                    <- END, or why not         FAILED: this prompt; REFUSED: every prompt
     offsets ->                                 of blocks in shared memory that are no longer needed
 
 All numbers are little-endian. One connection carries one prompt, so that a slow reader delays no
@@ -32,11 +33,12 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from mlx_paged.offload.digests import DIGEST_BYTES
 from mlx_paged.offload.segments import RECORD_BYTES, Record
 
-MAGIC = b"mlxpkt2\n"
+MAGIC = b"mlxpkt3\n"
 #: Seconds that a greeting and a request may take in all.
 TO_GREET = 5.0
 #: Seconds between two frames.
@@ -45,6 +47,7 @@ BEAT = 1.0
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HEAD = struct.Struct("<B")
 _TEXT = struct.Struct("<H")
+_MOST_TOKENS = struct.Struct("<I")
 _REQUEST = struct.Struct(f"<{DIGEST_BYTES}sIIqBI")
 _NO_SALT = 0xFFFFFFFF
 _MAX_SALT_BYTES = 1 << 16
@@ -67,6 +70,7 @@ class Kind(IntEnum):
     END = 3
     FAILED = 4
     SHARED = 5
+    REFUSED = 6
 
 
 #: The frame that says that nothing is ready yet.
@@ -79,7 +83,28 @@ def shared_frame(record: Record) -> bytes:
 
 
 class WireError(Exception):
-    """The other end sent something that the protocol does not allow; the message says what."""
+    """The other end refuses all prompts, or sent something that the protocol does not allow; the
+    message says what."""
+
+
+class PromptError(Exception):
+    """A prompt is not computed, which says nothing about the next one; the message says why."""
+
+
+class SlowError(PromptError):
+    """The same, because it would have taken too long."""
+
+
+class Welcome(NamedTuple):
+    """What a prefill engine says about itself.
+
+    Attributes:
+        max_tokens: Maximum tokens of a prompt.
+        local_name: Name of its local socket; empty if it has none.
+    """
+
+    max_tokens: int
+    local_name: bytes
 
 
 @dataclass(frozen=True)
@@ -178,13 +203,16 @@ class Connection:
         if not hmac.compare_digest(proof, _proof(secret, b"prefill", nonces)):
             raise WireError("it has another secret")
 
-    def send_name(self, name: bytes) -> None:
-        """Tells the other end the name of a local socket; empty if there is none."""
-        self.send(_TEXT.pack(len(name)) + name, TO_GREET)
+    def send_welcome(self, welcome: Welcome) -> None:
+        """Tells the other end what it must know before it asks."""
+        name = welcome.local_name
+        self.send(_MOST_TOKENS.pack(welcome.max_tokens) + _TEXT.pack(len(name)) + name, TO_GREET)
 
-    def read_name(self, timeout: float) -> bytes:
-        """Reads the name of a local socket."""
-        return self._read_text(timeout)
+    def read_welcome(self, timeout: float) -> Welcome:
+        """Reads what `send_welcome` has sent."""
+        deadline = time.monotonic() + timeout
+        [most] = _MOST_TOKENS.unpack(self.read(_MOST_TOKENS.size, deadline))
+        return Welcome(most, self._read_text(deadline))
 
     def send_memory(self, fd: int, sight: bytes, num_bytes: int) -> None:
         """Passes a descriptor of shared memory over a local socket. See `transfer.memory`."""
@@ -249,9 +277,16 @@ class Connection:
         """Sends the end: all records were sent, or why they were not."""
         if failure is None:
             self.send(_HEAD.pack(Kind.END), timeout)
-            return
-        text = failure.encode("utf-8", "replace")[:1000]
-        self.send(_HEAD.pack(Kind.FAILED) + _TEXT.pack(len(text)) + text, timeout)
+        else:
+            self._send_reason(Kind.FAILED, failure, timeout)
+
+    def send_refusal(self, reason: str, timeout: float) -> None:
+        """Says why no prompt of the other end is computed."""
+        self._send_reason(Kind.REFUSED, reason, timeout)
+
+    def _send_reason(self, kind: Kind, reason: str, timeout: float) -> None:
+        text = reason.encode("utf-8", "replace")[:1000]
+        self.send(_HEAD.pack(kind) + _TEXT.pack(len(text)) + text, timeout)
 
     def read_kind(self, timeout: float) -> Kind:
         """Reads the kind of the next frame.
@@ -270,12 +305,11 @@ class Connection:
         """Reads the rest of a `RECORD` up to its bytes, or of a `SHARED`."""
         return Record.unpack(self.read(RECORD_BYTES, time.monotonic() + timeout))
 
-    def read_failure(self, timeout: float) -> str:
-        """Reads the rest of a `FAILED`."""
-        return self._read_text(timeout).decode("utf-8", "replace")
+    def read_reason(self, timeout: float) -> str:
+        """Reads the rest of a `FAILED` or a `REFUSED`."""
+        return self._read_text(time.monotonic() + timeout).decode("utf-8", "replace")
 
-    def _read_text(self, timeout: float) -> bytes:
-        deadline = time.monotonic() + timeout
+    def _read_text(self, deadline: float) -> bytes:
         [length] = _TEXT.unpack(self.read(_TEXT.size, deadline))
         return self.read(length, deadline)
 

@@ -40,8 +40,9 @@ from mlx_paged.core import MissReason
 from mlx_paged.engine import build
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.roles.decode import RemoteLevel
 from mlx_paged.engine.roles.stats import TransferStats
-from mlx_paged.errors import InvalidParameterError
+from mlx_paged.errors import InvalidParameterError, MemoryPressureError
 from mlx_paged.model import staged_blocks
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.staged_blocks import StagedBlockBytes
@@ -207,9 +208,8 @@ def test_many_prompts_with_equal_beginnings_and_aborts(tmp_path: Path) -> None:
 def is_at_rest(pair: Pair) -> bool:
     """Steps both; returns True once neither has anything left of a transfer."""
     pair.step()
-    remote = pair.decode._offloading._levels.remote  # type: ignore[union-attr]
-    assert remote is not None and pair.prefill._prefilling is not None
-    return remote.is_empty and not pair.prefill._prefilling._jobs
+    assert pair.prefill._prefilling is not None
+    return remote_of(pair).is_empty and not pair.prefill._prefilling._jobs
 
 
 def test_short_prompts_and_what_the_other_engine_cannot_compute_stay_here(pair: Pair) -> None:
@@ -374,7 +374,7 @@ def test_silent_and_hostile_peers_delay_no_one(pair: Pair, expected: list[int]) 
 def greeted(address: tuple[str, int]) -> wire.Connection:
     connection = wire.Connection(socket.create_connection(address))
     connection.greet_as_client(SECRET)
-    connection.read_name(TIMEOUT)
+    connection.read_welcome(TIMEOUT)
     return connection
 
 
@@ -456,6 +456,95 @@ def test_an_urged_transfer_ends_with_its_restoration(
         pair.run(pair.decode.check_integrity)
         assert [output.outputs[0].token_ids for output in (low, high)] == expected
         assert high.num_cached_tokens == NUM_CACHED
+
+
+# --- A full queue, which is no failure ------------------------------------------------------------
+
+
+def check_refused(pair: Pair, expected: list[int], reason: str) -> None:
+    """One prompt is computed by the decode engine, and the next one is sent."""
+    check_failed(pair, expected, reason)
+    assert not remote_of(pair)._receiver.is_paused
+
+
+def check_next(pair: Pair) -> None:
+    """The next prompt is computed by the prefill engine."""
+    [prompt] = random_prompts(60, seed=9)
+    output = pair.answer(prompt, GREEDY, "next")
+    assert output.num_cached_tokens == 56 and output.cache_miss is None
+
+
+def remote_of(pair: Pair) -> RemoteLevel:
+    remote = pair.decode._offloading._levels.remote  # type: ignore[union-attr]
+    assert remote is not None
+    return remote
+
+
+def test_a_prompt_whose_turn_does_not_come(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver, "_PROGRESS", -1.0)
+        check_refused(pair, expected, "too many prompts wait")
+    check_next(pair)
+
+
+def test_a_prompt_that_waits_for_others_at_the_prefill_engine(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It beats, so it is not dead. Its time counts as that of a slow engine does."""
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "BEAT", 0.0)
+        output = pair.decode.add_request("one", PROMPT, GREEDY)
+        wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
+        patch.setattr(receiver, "_PROGRESS", -1.0)
+        while pair.decode.has_unfinished:  # the prefill engine computes nothing
+            pair.decode.step()
+    assert output.outputs[0].token_ids == expected
+    assert "no block came within" in str(output.cache_miss)
+    assert not remote_of(pair)._receiver.is_paused
+    assert remote_of(pair)._rates._remote._amount == NUM_CACHED
+    check_next(pair)
+
+
+def test_a_prefill_engine_with_too_many_prompts(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "MAX_PROMPTS", 0)
+        check_refused(pair, expected, "the prefill engine has too many prompts")
+    check_next(pair)
+
+
+def test_a_prompt_that_is_too_long_for_the_prefill_engine(pair: Pair, expected: list[int]) -> None:
+    pair.prefill._prefilling.max_tokens = 80  # type: ignore[union-attr]
+    check_refused(pair, expected, "takes prompts of at most 80 tokens")
+    check_next(pair)
+
+
+def test_a_prefill_engine_that_is_short_of_memory(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        refuse = mock.Mock(side_effect=MemoryPressureError(10.0))
+        patch.setattr(pair.prefill._relief, "check_admission", refuse)
+        check_refused(pair, expected, "short of memory")
+    check_next(pair)
+
+
+def test_silent_peers_without_the_secret_keep_no_one_out(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MAX_GREETINGS", 2)
+    monkeypatch.setattr(wire, "TO_GREET", 10 * TIMEOUT)
+    address = ("127.0.0.1", port_of(pair.prefill))
+    silent = [socket.create_connection(address) for _ in range(3)]
+    silent[0].settimeout(TIMEOUT)
+    assert not silent[0].makefile("rb").read()[40:]  # the oldest one is closed
+    assert pair.answer(PROMPT, GREEDY).outputs[0].token_ids == expected
+    assert transfers_of(pair.decode).num_failed_prompts == 0
+    for sock in silent:
+        sock.close()
 
 
 # --- Failures -------------------------------------------------------------------------------------
@@ -569,6 +658,7 @@ def test_another_secret(tmp_path: Path, expected: list[int]) -> None:
 def test_another_model(tmp_path: Path) -> None:
     with pair_of(loaded("gpt-oss"), loaded("mistral"), tmp_path) as pair:
         check_failed(pair, dense_answer("mistral", PROMPT, NUM_TOKENS), "it has another model")
+        assert remote_of(pair)._receiver.is_paused  # no prompt of this one will be computed
 
 
 def test_another_format(tmp_path: Path, expected: list[int]) -> None:

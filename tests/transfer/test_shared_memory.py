@@ -479,21 +479,21 @@ def test_a_server_that_was_restarted_on_the_same_port(origin: Origin, asked: Ask
     origin.prompts.given().end()
     asked.take(0).release()
     linker = asked.receiver._linker
-    assert linker._name
+    assert linker._known is not None
     port = origin.server.port
     origin.server.close()
-    wait_until(lambda: not has_file_or_listener(linker._name), "it listens")
+    wait_until(lambda: not has_listener(linker._known.local_name), "it listens")
     later = PrefillServer(("127.0.0.1", port), SECRET)
     later.start(prompts := Prompts())
     link = linker.connect()
-    assert link.memory is not None and linker._name == later._local_name
+    assert link.memory is not None and linker._known.local_name == later._local_name
     link.connection.send_request(PrefillRequest(bytes(16), bytes(4)), TIMEOUT)
     assert prompts.given().shares_memory
     link.connection.close()
     later.close()
 
 
-def has_file_or_listener(name: bytes) -> bool:
+def has_listener(name: bytes) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         return sock.connect_ex(name) == 0
 

@@ -269,6 +269,7 @@ class RemoteLevel:
         incoming = transfer.incoming
         self._stats.add(incoming.num_blocks, incoming.num_bytes, incoming.num_shared_bytes)
         if incoming.seconds is not None:
+            # A prompt that was given up would have taken longer.
             num_tokens = len(transfer.views[0]) * self._kv.block_size
             self._rates.note_remote(num_tokens, incoming.seconds)
         incoming.cancel()
