@@ -2,8 +2,8 @@
 
 ========  ========================================================================================
 warning   Evicts cached blocks and media features that no sequence uses, and returns their memory to
-          the system, along with blocks in host memory and MLX's cache of freed buffers. Sequences
-          still get the blocks they need.
+          the system, along with blocks in host memory, spare memory of blocks that travel, and
+          MLX's cache of freed buffers. Sequences still get the blocks they need.
 critical  The same, and refuses new requests. Running ones finish; waiting ones run one at a time.
 normal    Shrunk pools grow back as soon as something needs the room.
 ========  ========================================================================================

@@ -25,6 +25,9 @@ _MAGIC = b"mlxpkm1\n"
 #: Bytes of the token by which two processes know that they see the same memory.
 TOKEN_BYTES = 32
 _PAGE = mmap.PAGESIZE
+# How to give pages of shared memory back: Linux makes a hole; macOS takes the pages when it needs
+# some, and has no holes.
+_DISCARD: int | None = getattr(mmap, "MADV_REMOVE", getattr(mmap, "MADV_FREE", None))
 
 
 def sight_of(token: bytes) -> bytes:
@@ -58,8 +61,8 @@ class Slot:
 class SharedMemory:
     """The owner's end. Any thread may call it.
 
-    The system provides pages when they are first written. The lowest free place is used, so that
-    few pages are ever written where few blocks wait.
+    The system provides pages when they are first written, and keeps them until `discard_free`. The
+    lowest free place is used, so that few pages are ever written where few blocks wait.
 
     Args:
         size: Bytes for blocks.
@@ -78,6 +81,7 @@ class SharedMemory:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._free: list[tuple[int, int]] = [(_PAGE, self.num_bytes)]  # (begin, end), ascending
         self._given: deque[tuple[int, int]] = deque()  # to be merged into these
+        self._is_written = bytearray(self.num_bytes // _PAGE)  # by page: 1 once a slot had it
         self._lock = threading.Lock()
         self._is_closed = False
         self.fd = _nameless(self.num_bytes)
@@ -105,8 +109,29 @@ class SharedMemory:
                     del self._free[index]
                 else:
                     continue
+                pages = slice(begin // _PAGE, (begin + length) // _PAGE)
+                self._is_written[pages] = b"\1" * (length // _PAGE)
                 return Slot(self, begin, size)
         return None
+
+    def discard_free(self) -> int:
+        """Gives the pages of free places back to the system; returns their bytes."""
+        if _DISCARD is None:
+            return 0
+        num_bytes = 0
+        with self._lock:
+            self._merge_given()
+            for begin, end in self._free:
+                first, stop = begin // _PAGE, end // _PAGE
+                num_written = self._is_written.count(1, first, stop)
+                if num_written:
+                    try:
+                        self._map.madvise(_DISCARD, begin, end - begin)
+                    except OSError:
+                        return num_bytes  # the system cannot, so the pages stay
+                    self._is_written[first:stop] = bytes(stop - first)
+                    num_bytes += num_written * _PAGE
+        return num_bytes
 
     def give(self, offset: int, size: int) -> None:
         """Takes the place of a slot back. The collection of garbage may call it at any moment."""

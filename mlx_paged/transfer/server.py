@@ -423,6 +423,11 @@ class PrefillServer:
                 self._memory = SharedMemory(MAX_WAITING_BYTES)
             return self._memory
 
+    def give_back(self) -> int:
+        """Gives the pages of shared memory back that no block has; returns their bytes."""
+        memory = self._memory
+        return 0 if memory is None else memory.discard_free()
+
     def close(self) -> None:
         """Ends all connections."""
         with self._lock:

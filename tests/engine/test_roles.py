@@ -23,6 +23,7 @@ from support.embedded_llm import make
 from support.grouped_models import HYBRIDS, WINDOWED, dense_answer, loaded
 from support.models import embedded_twin
 from support.offloading import GREEDY, NUM_TOKENS, answers, contents_of, random_prompts
+from support.pressure import fake_source
 from support.roles import (
     OPTIONS,
     SECRET,
@@ -40,6 +41,8 @@ from mlx_paged.core import MissReason
 from mlx_paged.engine import build
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.offload.offloading import Offloading
+from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.engine.roles.decode import RemoteLevel
 from mlx_paged.engine.roles.stats import TransferStats
 from mlx_paged.errors import InvalidParameterError, MemoryPressureError
@@ -287,6 +290,39 @@ def test_no_end_holds_more_than_its_bound(
     assert output.num_cached_tokens == 992
     one = make(embedded_twin(), **OPTIONS)
     assert output.outputs[0].token_ids == answers(one, [prompt])[0][0]
+
+
+def test_memory_of_blocks_that_travelled_is_given_back_under_pressure(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fake_source(monkeypatch)
+    with pair_of(embedded_twin(), embedded_twin(), tmp_path) as pair:
+        pair.answer(PROMPT, GREEDY)
+        wait_until(lambda: is_at_rest(pair), "a transfer does not end")
+        shared = pair.prefill._prefilling.server._memory  # type: ignore[union-attr]
+        assert (shared is None) == (path == "tcp")
+        engines = [pair.prefill] if path == "shared" else [pair.prefill, pair.decode]
+        for engine in engines:
+            offloading = engine._offloading
+            assert offloading is not None
+            wait_until(lambda: has_spare_memory(offloading), "nothing is left")  # noqa: B023
+            before = engine.stats().pressure.num_bytes
+            source.level = PressureLevel.WARNING
+            engine.follow_pressure()
+            assert not has_spare_memory(offloading)
+            [size] = offloading._blocks.num_bytes
+            assert engine.stats().pressure.num_bytes >= before + size
+            source.level = PressureLevel.NORMAL
+        assert pair.answer(PROMPT[10:], GREEDY).num_cached_tokens == 88
+
+
+def has_spare_memory(offloading: Offloading) -> bool:
+    """True if memory for blocks that travel is kept for later ones."""
+    prefilling = offloading.prefilling
+    shared = None if prefilling is None else prefilling.server._memory
+    if shared is not None and any(shared._is_written):
+        return True
+    return offloading._buffers._num_bytes > 0
 
 
 class EightBlocks:

@@ -220,6 +220,52 @@ def test_the_lowest_place_is_used() -> None:
     shared.close()
 
 
+def test_pages_of_free_places_are_given_back() -> None:
+    page, shared = memory._PAGE, SharedMemory(64 * memory._PAGE)
+    slots = [shared.take(size) for size in (page, 5 * page, 2 * page, 9 * page)]
+    for slot in filled(slots):
+        slot.data[:] = content(slot)
+    first, second, third, fourth = filled(slots)
+    assert shared.discard_free() == 0 and num_pages(shared) in (None, 18)
+    second.free()
+    fourth.free()
+    assert shared.discard_free() == 14 * page and num_pages(shared) in (None, 4)
+    assert shared.discard_free() == 0
+    assert all(bytes(slot.data) == content(slot) for slot in (first, third))
+    # A place that was given back is used again.
+    again = shared.take(6 * page)
+    assert again is not None
+    again.data[:] = content(again)
+    assert bytes(again.data) == content(again) and num_pages(shared) in (None, 10)
+    again.free()
+    assert shared.discard_free() == 6 * page and num_pages(shared) in (None, 4)
+    shared.close()
+
+
+def filled(slots: list[Slot | None]) -> list[Slot]:
+    return [slot for slot in slots if slot is not None]
+
+
+def num_pages(shared: SharedMemory) -> int | None:
+    """Pages that the memory takes, with that of its token; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    return os.fstat(shared.fd).st_blocks * 512 // memory._PAGE
+
+
+def test_a_system_that_keeps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedMemory(memory._PAGE)
+    slot = shared.take(1)
+    assert slot is not None
+    slot.free()
+    for advice in (None, -1):  # no such advice, and one that fails
+        monkeypatch.setattr(memory, "_DISCARD", advice)
+        assert shared.discard_free() == 0
+    monkeypatch.undo()
+    assert shared.discard_free() == memory._PAGE
+    shared.close()
+
+
 # --- Between processes ----------------------------------------------------------------------------
 
 _RECEIVES = """

@@ -45,3 +45,11 @@ class Buffers:
             if self._num_bytes + buffer.size <= self._max_spare_bytes:
                 self._num_bytes += buffer.size
                 self._spare.setdefault(buffer.size, []).append(buffer)
+
+    def give_back(self) -> int:
+        """Frees all buffers that it keeps; returns their bytes."""
+        with self._lock:
+            spare, self._spare = self._spare, {}
+            num_bytes, self._num_bytes = self._num_bytes, 0
+        del spare  # not under the lock: unmapping memory takes long
+        return num_bytes

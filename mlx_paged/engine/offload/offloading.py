@@ -289,11 +289,15 @@ class Offloading:
             self._disk.distrust()
 
     def shed(self) -> int:
-        """Gives all memory back, and stores nothing in it until `resume`; returns the bytes."""
-        if self._levels is None or not self._levels.memory.capacity:
-            return 0
-        self._levels.memory.limit(0)
-        return self._memory.give_back()
+        """Gives all unused memory back; returns the bytes. Until `resume`, evicted blocks are not
+        stored in memory."""
+        num_bytes = self._buffers.give_back()
+        if self.prefilling is not None:
+            num_bytes += self.prefilling.server.give_back()
+        if self._levels is not None and self._levels.memory.capacity:
+            self._levels.memory.limit(0)
+            num_bytes += self._memory.give_back()
+        return num_bytes
 
     def resume(self) -> None:
         """Stores blocks in memory again."""
