@@ -84,17 +84,17 @@ class Admission:
             False if a sequence found no memory.
         """
         running, config = self._running, self._config
-        most = min(len(running) + self._num_prefill_places(step), config.max_num_seqs)
+        limit = min(len(running) + self._num_admissible_prefills(step), config.max_num_seqs)
         if max_running is not None:
-            most = min(most, max_running)
-        while step.budget > 0 and len(running) < most:
+            limit = min(limit, max_running)
+        while step.budget > 0 and len(running) < limit:
             # Once long prompts have had their share, short ones behind them use the rest.
             seq = self.first(step, with_long=step.long_budget > 0)
             if seq is None or seq.request.background > background:
                 return True
             if seq.request.background and self._background.is_limited:
                 num_others = self._background.num_others_running
-                if len(running) - num_others >= self._background.places:
+                if len(running) - num_others >= self._background.max_seqs:
                     return True
             if not config.enable_chunked_prefill and not self._fits_whole(seq, step):
                 return True  # waits for a step with room for the whole prompt
@@ -119,12 +119,12 @@ class Admission:
             budgets[step.is_long(len(seq.tokens))] -= PARKING_COST + len(seq.tokens)
         return None
 
-    def _num_prefill_places(self, step: StepBuilder) -> int:
-        """Number of sequences that the limit on prompts lets in."""
-        most = self._config.max_num_prefills
-        if most is None:
+    def _num_admissible_prefills(self, step: StepBuilder) -> int:
+        """Number of sequences that `max_num_prefills` still admits."""
+        limit = self._config.max_num_prefills
+        if limit is None:
             return self._config.max_num_seqs
-        return most - sum(seq.is_running for seq in step.prefilling)
+        return limit - sum(seq.is_running for seq in step.prefilling)
 
     def _fits_whole(self, seq: Sequence, step: StepBuilder) -> bool:
         """True if the step has room for the whole prompt and may encode all its items."""
@@ -208,12 +208,12 @@ class Admission:
         assert tables is not None
         num_cached = seq.num_scheduled_tokens
         num_tokens = step.chunk_for(len(seq.tokens) - num_cached, num_cached)
-        if request.stops:
-            stop = request.stop_after(num_cached)
-            if num_cached in request.stops:
+        if request.boundaries:
+            boundary = request.next_boundary(num_cached)
+            if num_cached in request.boundaries:
                 num_tokens = 0
-            elif stop is not None:
-                num_tokens = min(num_tokens, stop - num_cached)
+            elif boundary is not None:
+                num_tokens = min(num_tokens, boundary - num_cached)
         media = request.prompt_media
         if media is None:
             end = self._kv.allocate_up_to(tables, num_cached + num_tokens)

@@ -8,12 +8,12 @@ from collections.abc import Sized
 from mlx_paged.core.config import SchedulerConfig
 from mlx_paged.core.queues import SequenceQueue
 
-# Background requests get 1/8 of the places and tokens while other requests are unfinished.
-_PART = 8
+# Background requests get 1/8 of the running sequences and step tokens while others are unfinished.
+_SHARE = 8
 
 
 class BackgroundShare:
-    """The share of running places and step tokens for background requests.
+    """The share of running sequences and step tokens that background requests may have.
 
     Args:
         running: The running sequences; background ones come last.
@@ -21,16 +21,16 @@ class BackgroundShare:
 
     Attributes:
         num_requests: Number of unfinished background requests.
-        places: Maximum running background sequences while other requests are unfinished.
-        tokens: Maximum background prompt tokens per step in that time.
+        max_seqs: Maximum running background sequences while other requests are unfinished.
+        max_tokens: Maximum background prompt tokens per step in that time.
     """
 
     def __init__(self, config: SchedulerConfig, running: SequenceQueue, requests: Sized) -> None:
         self._running = running
         self._requests = requests
         self.num_requests = 0
-        self.places = max(1, config.max_num_seqs // _PART)
-        self.tokens = max(1, config.max_num_batched_tokens // _PART)
+        self.max_seqs = max(1, config.max_num_seqs // _SHARE)
+        self.max_tokens = max(1, config.max_num_batched_tokens // _SHARE)
 
     @property
     def is_limited(self) -> bool:

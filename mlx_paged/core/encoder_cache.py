@@ -196,12 +196,12 @@ class EncoderCache:
                 missing -= features.num_bytes
         return missing <= 0
 
-    def use(self, media: PromptMedia, items: range, begun: HeldFeatures | None) -> None:
+    def use(self, media: PromptMedia, items: range, pinned: HeldFeatures | None) -> None:
         """Uses features in this step; encodes the missing ones.
 
         Args:
             items: Items that `num_affordable` allowed.
-            begun: Features of the item that the sequence is in the middle of.
+            pinned: Features of the item that the sequence is in the middle of.
         """
         missing = []
         for i in items:
@@ -213,7 +213,7 @@ class EncoderCache:
             features.last_step = self.step
             if key in self._idle:
                 self._idle.move_to_end(key)
-            if features is not begun:
+            if features is not pinned:
                 self._stats.num_queries += 1
                 self._stats.num_hits += 1
         for i in missing:

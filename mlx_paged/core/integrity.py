@@ -1,4 +1,4 @@
-"""Checks what must hold between a scheduler's steps; tests do so after each."""
+"""Checks the invariants that hold between a scheduler's steps; tests check them after each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def check_integrity(
     kv.check_integrity()
     waiting.check_integrity()
     adapters.check_integrity([s.adapter_slot for s in running if s.adapter_slot])
-    encoder_cache.check_integrity([s.begun for s in running if s.begun is not None])
+    pinned = [s.pinned_features for s in running if s.pinned_features is not None]
+    encoder_cache.check_integrity(pinned)
     alive = [s for r in requests.values() for s in r.sequences if not s.is_finished]
     num_unfinished = [request.num_unfinished for request in requests.values()]
     if min(num_unfinished, default=1) < 1 or len(alive) != sum(num_unfinished):
@@ -58,7 +59,7 @@ def check_integrity(
                     num_drafts += output.batch.num_drafts[output.sequences.index(seq)]
             _check_running(seq, num_drafts, kv, adapters)
         elif seq.num_computed_tokens or seq.num_scheduled_tokens or seq.tables is not None:
-            raise IntegrityError(f"{seq!r} waits, and yet holds computed tokens")
+            raise IntegrityError(f"{seq!r} waits but holds computed tokens")
 
 
 def _check_running(seq: Sequence, num_drafts: int, kv: KVManager, adapters: AdapterSlots) -> None:
@@ -69,7 +70,7 @@ def _check_running(seq: Sequence, num_drafts: int, kv: KVManager, adapters: Adap
         raise IntegrityError(f"{seq!r} runs without block tables")
     adapter = seq.request.adapter
     if adapter is not None and adapters.adapter_in(seq.adapter_slot) != adapter:
-        raise IntegrityError(f"{seq!r} runs with another adapter than its own")
+        raise IntegrityError(f"the adapter slot of {seq!r} holds another adapter")
     size, num_blocks = kv.block_size, len(seq.tables.blocks)
     if num_blocks * size < max(seq.num_scheduled_tokens, len(seq.tokens) - 1):
         raise IntegrityError(f"{seq!r} has only {num_blocks} blocks of {size}")

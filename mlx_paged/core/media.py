@@ -51,10 +51,10 @@ class MediaSpan:
     is_atomic: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("offset", 0), ("length", 1), ("num_rows", 1)):
+        for name, minimum in (("offset", 0), ("length", 1), ("num_rows", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                expected = f"an integer of at least {least}"
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                expected = f"an integer of at least {minimum}"
                 raise InvalidParameterError(f"media.{name}", expected, value)
         if self.num_rows > self.length:
             expected = f"at most its length ({self.length})"
@@ -132,8 +132,8 @@ def outside(atomic: Sequence[tuple[int, int]], position: int) -> int:
     """Returns the start of the atomic span that `position` splits, or `position` itself."""
     if not atomic:
         return position
-    place = bisect_left(atomic, (position,)) - 1  # the last span that begins before it
-    return atomic[place][0] if place >= 0 and position < atomic[place][1] else position
+    index = bisect_left(atomic, (position,)) - 1  # the last span that begins before it
+    return atomic[index][0] if index >= 0 and position < atomic[index][1] else position
 
 
 class MediaIdsExhaustedError(Exception):
@@ -147,12 +147,12 @@ class MediaIds:
     are not found, but they never match another item either.
 
     Args:
-        most_keys: Maximum number of remembered items.
+        max_keys: Maximum number of remembered items.
         num_ids: Total number of ids.
     """
 
-    def __init__(self, most_keys: int = MAX_MEDIA_KEYS, num_ids: int = 1 << 31) -> None:
-        self._most_keys = most_keys
+    def __init__(self, max_keys: int = MAX_MEDIA_KEYS, num_ids: int = 1 << 31) -> None:
+        self._max_keys = max_keys
         self._num_ids = num_ids
         self._next = 0
         self._bases: OrderedDict[tuple[bytes, int], int] = OrderedDict()
@@ -178,17 +178,17 @@ class MediaIds:
         self._next += length
         self._bases[key, length] = base
         self._items.append((base, length, key))
-        if len(self._bases) > self._most_keys:
+        if len(self._bases) > self._max_keys:
             _, forgotten = self._bases.popitem(last=False)
             del self._items[bisect_left(self._items, (forgotten,))]
         return base
 
     def content(self, token: int) -> tuple[bytes, int] | None:
         """Returns (key, position in the item) of an id; None if the item is forgotten."""
-        place = bisect_right(self._items, token, key=lambda item: item[0]) - 1
-        if place < 0:
+        index = bisect_right(self._items, token, key=lambda item: item[0]) - 1
+        if index < 0:
             return None
-        base, length, key = self._items[place]
+        base, length, key = self._items[index]
         return (key, token - base) if token < base + length else None
 
     def clear(self) -> None:
@@ -234,8 +234,8 @@ class TreeTokens(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | array[int]:
         prompt, tokens = self._prompt, self._tokens
         if not isinstance(index, slice):
-            place = index if index >= 0 else index + len(tokens)
-            return prompt[place] if 0 <= place < len(prompt) else tokens[index]
+            position = index if index >= 0 else index + len(tokens)
+            return prompt[position] if 0 <= position < len(prompt) else tokens[index]
         start, stop, step = index.indices(len(tokens))
         assert step == 1
         if start >= len(prompt):

@@ -42,7 +42,7 @@ class MediaScheduler:
         """
         longest = max((end - start for start, end in media.atomic), default=0)
         name, limit = "max_num_batched_tokens", self._config.max_num_batched_tokens
-        of_windows = self._kv.most_atomic_tokens()
+        of_windows = self._kv.max_atomic_tokens()
         if of_windows is not None and of_windows < limit:
             name, limit = "the KV cache of its sliding windows", of_windows
         if longest > limit:
@@ -73,9 +73,9 @@ class MediaScheduler:
 
     def release(self, seq: Sequence) -> None:
         """Gives up the item that a sequence has begun."""
-        assert seq.begun is not None
-        self.encoder_cache.unpin(seq.begun)
-        seq.begun = None
+        assert seq.pinned_features is not None
+        self.encoder_cache.unpin(seq.pinned_features)
+        seq.pinned_features = None
 
     # Steps.
 
@@ -120,15 +120,19 @@ class MediaScheduler:
 
     def use(self, seq: Sequence, start: int, end: int) -> None:
         """Uses the features of items in ``[start, end)``, and pins one that continues past it."""
-        media, cache, begun = seq.request.prompt_media, self.encoder_cache, seq.begun
+        media, cache, pinned_features = (
+            seq.request.prompt_media,
+            self.encoder_cache,
+            seq.pinned_features,
+        )
         assert media is not None and seq.tables is not None
         self._kv.resume_copy(seq.tables)
         items = media.between(start, end)
         if items:
             self._begin()
-            cache.use(media, items, begun)
-        seq.begun = None
+            cache.use(media, items, pinned_features)
+        seq.pinned_features = None
         if items and media.spans[items[-1]].end > end:
-            seq.begun = cache.pin(media.keys[items[-1]])
-        if begun is not None:
-            cache.unpin(begun)
+            seq.pinned_features = cache.pin(media.keys[items[-1]])
+        if pinned_features is not None:
+            cache.unpin(pinned_features)

@@ -23,7 +23,7 @@ class PrefixSharing:
 
     def query(self, seq: Sequence) -> PrefixQuery:
         """A waiting sequence's prefix cache search; it resumes where it stopped."""
-        limit = seq.request.stop_after(seq.request.num_parent_tokens) or len(seq.tokens) - 1
+        limit = seq.request.next_boundary(seq.request.num_parent_tokens) or len(seq.tokens) - 1
         if seq.query is None or seq.query.num_tokens != limit:
             media = seq.request.prompt_media
             seq.query = PrefixQuery(

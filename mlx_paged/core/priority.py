@@ -50,7 +50,7 @@ class Priority:
                 return
             yield self._running.last
 
-    def users_of_a_slot(self) -> list[Sequence]:
+    def victims_for_slot(self) -> list[Sequence]:
         """Returns the sequences of one adapter to evict for the first one that waits for a slot.
 
         All of them have a lower class than that sequence. If several adapters qualify, the one

@@ -44,8 +44,8 @@ class SequenceQueue:
         return iter(self.items.copy())
 
     def __contains__(self, seq: Sequence) -> bool:
-        place = bisect_left(self.items, seq.order, key=_order)
-        return place < len(self.items) and self.items[place] is seq
+        index = bisect_left(self.items, seq.order, key=_order)
+        return index < len(self.items) and self.items[index] is seq
 
     @property
     def first(self) -> Sequence:
@@ -67,9 +67,9 @@ class SequenceQueue:
             self.items.sort(key=_order)
 
     def remove(self, seq: Sequence) -> None:
-        place = bisect_left(self.items, seq.order, key=_order)
-        assert self.items[place] is seq
-        del self.items[place]
+        index = bisect_left(self.items, seq.order, key=_order)
+        assert self.items[index] is seq
+        del self.items[index]
 
 
 def _order(seq: Sequence) -> tuple[tuple[bool, int], int, int]:
@@ -212,18 +212,18 @@ class WaitingQueue:
         """Raises `IntegrityError` if a sequence is in the wrong place."""
         for queue, long in ((self._short, False), (self._long, True)):
             for seq in queue:
-                in_place = seq.waits_for is None and not seq.is_held
-                if not in_place or self._is_long(len(seq.tokens)) != long:
+                is_ready = seq.waits_for is None and not seq.is_held
+                if not is_ready or self._is_long(len(seq.tokens)) != long:
                     raise IntegrityError(f"{seq!r} is not in its part of the waiting queue")
         if any(seq.waits_for is not None or not seq.is_held for seq in self._held):
-            raise IntegrityError("a sequence is set aside, and yet waits for something else")
+            raise IntegrityError("a held sequence is parked too, or not marked as held")
         num_waiting = len(self._short) + len(self._long) + len(self._held)
         for tables, parked in self._parked.items():
             owner = tables.owner
             if owner.tables is not tables:
                 raise IntegrityError(f"sequences wait for tables that {owner!r} has given up")
             if sorted(parked.targets) != sorted(parked.by_target):
-                raise IntegrityError(f"those that wait for {owner!r} would not be woken")
+                raise IntegrityError(f"sequences that wait for {owner!r} would never wake up")
             for num_tokens, sequences in parked.by_target.items():
                 num_waiting += len(sequences)
                 for seq in sequences:
@@ -233,7 +233,9 @@ class WaitingQueue:
             raise IntegrityError(f"{self.size} are counted as waiting, but {num_waiting} are")
         num_background = sum(seq.request.background for seq in self)
         if num_background != self.num_background:
-            raise IntegrityError(f"{num_background} background sequences wait, not counted")
+            raise IntegrityError(
+                f"{self.num_background} background sequences are counted, but {num_background} wait"
+            )
 
 
 class _Parked:

@@ -125,13 +125,13 @@ class Request:
         read_prefix_cache: False recomputes every prompt token. Prompt log-probabilities need this,
             because they need all logits. Later requests can still reuse the blocks.
         media: The media items of the prompt, in order.
-        stops: Positions in the prompt where a step ends, ascending. The prefix cache is searched up
-            to the first one, and again up to the next one whenever one is reached.
+        boundaries: Prompt positions at which a chunk must end, ascending. The prefix cache is
+            searched up to the first one, and again up to the next one whenever one is reached.
         parent: Tables that hold the first `num_parent_tokens` tokens of the prompt, all committed.
             They must stay open until the request is admitted. None if there are none.
         num_parent_tokens: See `parent`.
-        adapter: Low-rank adapter of all its tokens; equal ones share a slot of the device. None for
-            the base model. The caller salts its prefixes with it.
+        adapter: LoRA adapter; requests with equal adapters share a device slot. None means the base
+            model. The caller makes it part of `cache_salt`.
         state: The engine's record of the request, `engine.output_processor.RequestState`; not used
             by the state half.
     """
@@ -146,7 +146,7 @@ class Request:
     cache_salt: str | None = None
     read_prefix_cache: bool = True
     media: SequenceOf[MediaSpan] = ()
-    stops: SequenceOf[int] = ()
+    boundaries: SequenceOf[int] = ()
     parent: BlockTables | None = None
     num_parent_tokens: int = 0
     adapter: Hashable | None = None
@@ -158,11 +158,11 @@ class Request:
     max_output_tokens: int = field(default=0, init=False)
     sequences: list[Sequence] = field(default_factory=list, init=False, repr=False)
     num_unfinished: int = field(default=0, init=False)  # sequences
-    # Why it was not in the prefix cache, once admitted; None if it was, or for an unknown reason.
+    # Explains a prefix cache miss, once admitted; None if it hit, or if the reason is unknown.
     cache_miss: CacheMiss | None = field(default=None, init=False, repr=False)
     # Why a prefill engine did not send the requested blocks; None if it did.
     transfer_failure: str | None = field(default=None, init=False, repr=False)
-    # The sequence that its siblings fork (`Scheduler._prompt_source`).
+    # The sequence that its siblings fork (`PrefixSharing.fork_source`).
     prompt_source: Sequence | None = field(default=None, init=False, repr=False)
 
     # For prompts with media: the items, and the tokens for the prefix tree.
@@ -196,10 +196,10 @@ class Request:
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
 
-    def stop_after(self, position: int) -> int | None:
-        """Returns the first stop past a position, or None."""
-        place = bisect_right(self.stops, position)
-        return self.stops[place] if place < len(self.stops) else None
+    def next_boundary(self, position: int) -> int | None:
+        """Returns the first boundary past a position, or None."""
+        index = bisect_right(self.boundaries, position)
+        return self.boundaries[index] if index < len(self.boundaries) else None
 
     @property
     def is_finished(self) -> bool:
@@ -276,15 +276,14 @@ class Sequence:
         first_admission: Time of that admission, in seconds of a monotonic clock.
         num_preemptions: Number of times it lost its blocks.
         tree_tokens: Its tokens with media ids, for the prefix tree; `tokens` if it has no media.
-        begun: Features of the media item that it is in the middle of; pinned.
-        adapter_slot: Slot of its adapter while it runs; 0 without one.
+        pinned_features: Features of the media item that it is in the middle of, or None.
+        adapter_slot: Slot of its adapter while it runs; 0 for the base model.
         is_held: True while it waits for a slot; see `WaitingQueue`.
     """
 
     __slots__ = (
         "adapter_slot",
         "answer",
-        "begun",
         "blocked_at",
         "draft_token_ids",
         "drafts",
@@ -300,6 +299,7 @@ class Sequence:
         "num_preemptions",
         "num_scheduled_tokens",
         "order",
+        "pinned_features",
         "prompt_report",
         "query",
         "request",
@@ -325,7 +325,7 @@ class Sequence:
         self.tree_tokens: SequenceOf[int] = self.tokens
         if request.tree_prompt is not None:
             self.tree_tokens = TreeTokens(request.tree_prompt, self.tokens)
-        self.begun: HeldFeatures | None = None
+        self.pinned_features: HeldFeatures | None = None
         self.adapter_slot = 0
         self.is_held = False
         self.status = SequenceStatus.WAITING
@@ -363,7 +363,7 @@ class Sequence:
         self.status, self.finish_reason = SequenceStatus.WAITING, None
         self.num_scheduled_tokens = self.last_step = 0
         self.blocked_at = self.sampled_index = -1
-        self.begun = self.drafts = None
+        self.pinned_features = self.drafts = None
         self.draft_token_ids = ()
         self.adapter_slot, self.is_held = 0, False
         if self.request.tree_prompt is not None:

@@ -64,8 +64,8 @@ class Scheduler:
 
     `schedule` returns None if everything waits for a step in flight, if all sequences wait for
     content that is being restored (`KVManager.restorations`), or if cached tokens take a request to
-    one of its stops. Otherwise it returns a step while `has_unfinished`. Tokens of sequences that
-    have finished in the meantime are ignored.
+    one of its boundaries. Otherwise it returns a step while `has_unfinished`. Tokens of sequences
+    that have finished in the meantime are ignored.
 
     Args:
         step_time: Limits a step's prompt tokens by their expected time; None: no limit. Requires
@@ -76,7 +76,7 @@ class Scheduler:
         waiting, running: The unfinished sequences, in service order.
         max_parked_tokens: `MAX_PARKED_TOKENS`; tests lower it.
         num_preemptions: Number of preemptions so far.
-        adapters: The slots of the device for adapters.
+        adapters: The device's adapter slots.
         encoder_cache: Bookkeeping for media features on the device.
         holds_admission: While True, waiting sequences are admitted only if nothing runs.
         lacks_room: True if the last `schedule` preempted a sequence or could not admit one because
@@ -276,7 +276,7 @@ class Scheduler:
         if seq.adapter_slot:
             self.adapters.release(seq.adapter_slot)
             seq.adapter_slot = 0
-        if seq.begun is not None:
+        if seq.pinned_features is not None:
             self._media.release(seq)
 
     def _expire(self) -> None:
@@ -292,16 +292,16 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Builds the next step; returns None if nothing can run before the next commit.
 
-        The order is:
+        First, waiting sequences of a higher class preempt running ones for room or an adapter slot.
+        Then the step takes, in this order:
 
         1. Running decodes in service order, one token each plus drafts. If the pool is exhausted,
            the last sequence in service order is preempted, even if it needs the block itself.
         2. Running prompts, in chunks. Their blocks were reserved at admission.
         3. Waiting sequences in service order, while there is room for *all* their known tokens.
-           Before, those of a higher class may preempt running ones for room or for a slot.
 
-        Steps 2 and 3 run for background requests after all others. While there are other requests,
-        background requests get an eighth of the places and of the tokens of a step.
+        Parts 2 and 3 run for background requests after all others. While there are other requests,
+        background requests get an eighth of the running sequences and of a step's tokens.
         """
         assert len(self._in_flight) < MAX_STEPS_IN_FLIGHT, "commit a step before scheduling another"
         self._expire()
@@ -316,7 +316,7 @@ class Scheduler:
             has_classes = background.num_requests or self.config.policy is SchedulingPolicy.PRIORITY
             preempts = has_classes and not self.holds_admission
             if preempts:
-                for seq in self._priority.users_of_a_slot():
+                for seq in self._priority.victims_for_slot():
                     self._preempt(seq)
             if waiting.first_held is not None and self.adapters.has_room:
                 waiting.release_held()
@@ -329,13 +329,13 @@ class Scheduler:
             # Background prompts get the rest, after all others including waiting ones.
             for in_background in (False, True) if background.num_requests else (False,):
                 if in_background and background.is_limited and self.config.enable_chunked_prefill:
-                    step.limit_prompts(background.tokens)
+                    step.limit_prompts(background.max_tokens)
                 self._schedule_running_prefills(in_background)
                 # Never give the blocks of a preempted sequence to waiting ones.
                 if waiting.size and not step.has_preempted:
-                    most = 1 if self.holds_admission else None
+                    max_running = 1 if self.holds_admission else None
                     has_room = self._admission.fill(
-                        step, background=in_background, max_running=most
+                        step, background=in_background, max_running=max_running
                     )
                     self.lacks_room |= not has_room
         self.lacks_room |= step.has_preempted
@@ -367,14 +367,14 @@ class Scheduler:
         Args:
             output: The oldest step in flight; all its reads and writes have been evaluated.
             token_ids: New tokens of each of `output.sequences`: accepted drafts plus one, or none
-                if it does not sample or has finished. First end the sequences that got no token
-                because of bad logits. Tokens past the end of a sequence are removed from these
+                if it does not sample or has finished. Call `finish_sequence` first for a sequence
+                that could not be sampled. Tokens past the end of a sequence are removed from these
                 lists.
         """
         assert self._in_flight and self._in_flight[0] is output, (
             "steps are committed once, in the order they were scheduled in"
         )
-        _check_gained(output, token_ids)
+        _check_new_tokens(output, token_ids)
         self._in_flight.popleft()
         batch = output.batch
         self._committed_step = batch.step
@@ -382,50 +382,50 @@ class Scheduler:
         block_size = self.kv.block_size
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED
         # A hot loop, like the one in `_schedule_decodes`.
-        for seq, start, length, num_drafts, gained in zip(
+        for seq, start, length, num_drafts, new_token_ids in zip(
             output.sequences, batch.starts, batch.query_lens, batch.num_drafts, token_ids
         ):
             status = seq.status
             if status is finished:
-                gained.clear()
+                new_token_ids.clear()
                 continue
             if num_drafts:
-                self._commit_drafts(seq, start, length, num_drafts, gained)
+                self._commit_drafts(seq, start, length, num_drafts, new_token_ids)
                 continue
             # A sequence preempted since then has lost its blocks, but its token is still valid. It
             # does not run again before this commit.
             tokens = seq.tokens
             if status is not running:
-                if gained:
-                    self.waiting.add_token(seq, gained[0])
+                if new_token_ids:
+                    self.waiting.add_token(seq, new_token_ids[0])
             else:
-                if gained:
-                    tokens.append(gained[0])
+                if new_token_ids:
+                    tokens.append(new_token_ids[0])
                 tables = seq.tables
                 tables.num_computed_tokens = now = start + length  # type: ignore[union-attr]
                 if now % block_size < length:  # crossed the end of a block
                     self.kv.commit(tables, now)  # type: ignore[arg-type]
             # `max_num_tokens` is never exceeded, so the token that reaches it is the last.
-            if gained and (
+            if new_token_ids and (
                 seq.stop_checker is not None
-                or gained[0] in seq.end_token_ids
+                or new_token_ids[0] in seq.end_token_ids
                 or len(tokens) == seq.max_num_tokens
             ):
-                self._end(seq, self._reason_to_stop(seq, gained[0]), gained)
+                self._end(seq, self._reason_to_stop(seq, new_token_ids[0]), new_token_ids)
 
     def _commit_drafts(
-        self, seq: Sequence, start: int, length: int, num_drafts: int, gained: list[int]
+        self, seq: Sequence, start: int, length: int, num_drafts: int, new_token_ids: list[int]
     ) -> None:
         """Commits a sequence of a step that verified its drafts.
 
         Rejected drafts, and all tokens after the one that ends the sequence, are rolled back before
         anything is indexed.
         """
-        assert 1 <= len(gained) <= 1 + num_drafts
+        assert 1 <= len(new_token_ids) <= 1 + num_drafts
         reason, tokens, is_running = None, seq.tokens, seq.is_running
         # The same question as in `update_from_output`: most tokens end nothing.
         is_checked, end_token_ids = seq.stop_checker is not None, seq.end_token_ids
-        for count, token in enumerate(gained, 1):
+        for count, token in enumerate(new_token_ids, 1):
             if is_running:
                 tokens.append(token)
             else:
@@ -433,18 +433,18 @@ class Scheduler:
             if is_checked or token in end_token_ids or len(tokens) >= seq.max_num_tokens:
                 reason = self._reason_to_stop(seq, token)
                 if reason is not None:
-                    del gained[count:]
+                    del new_token_ids[count:]
                     break
         if seq.is_running:
             assert seq.tables is not None
-            computed = start + length - num_drafts + len(gained) - 1
-            if len(gained) <= num_drafts:
+            computed = start + length - num_drafts + len(new_token_ids) - 1
+            if len(new_token_ids) <= num_drafts:
                 # Returns less if a recurrent state must replay accepted drafts.
                 computed = self.kv.truncate(seq.tables, computed)
                 seq.num_scheduled_tokens = computed
             self.kv.commit(seq.tables, computed)
         if reason is not None:
-            self._end(seq, reason, gained)
+            self._end(seq, reason, new_token_ids)
 
     def _reason_to_stop(self, seq: Sequence, token: int) -> FinishReason | None:
         """Returns why the newest token ends its sequence, or None."""
@@ -456,10 +456,10 @@ class Scheduler:
         checker = seq.stop_checker
         return reason if checker is None else checker(seq, token, reason)
 
-    def _end(self, seq: Sequence, reason: FinishReason | None, gained: list[int]) -> None:
+    def _end(self, seq: Sequence, reason: FinishReason | None, new_token_ids: list[int]) -> None:
         """Ends a sequence if there is a reason. A failed sequence keeps no token of the step."""
         if reason is FinishReason.ERROR:
-            gained.clear()
+            new_token_ids.clear()
         if reason is not None:
             self.finish_sequence(seq, reason)
 
@@ -583,7 +583,7 @@ class Scheduler:
         items, background = self.running.items, self._background
         if not background.num_requests or not background.is_limited:
             return items.copy()  # preemption changes the queue
-        return items[: background.num_others_running + background.places]
+        return items[: background.num_others_running + background.max_seqs]
 
     def _secure(self, seq: Sequence) -> bool:
         """Finds room for one more token; may preempt the last sequences in service order."""
@@ -621,25 +621,27 @@ class Scheduler:
             # An earlier sequence may have preempted this one.
             if seq.is_running and seq.request.background == background:
                 start = seq.num_scheduled_tokens
-                num_tokens = self._until_stop(seq, step.chunk_for(len(seq.tokens) - start, start))
+                num_tokens = self._until_boundary(
+                    seq, step.chunk_for(len(seq.tokens) - start, start)
+                )
                 if seq.request.prompt_media is not None:
                     num_tokens = step.media_chunk(seq, num_tokens)
                 step.add(seq, self._secure_chunk(seq, num_tokens))
 
-    def _until_stop(self, seq: Sequence, num_tokens: int) -> int:
-        """Number of tokens of a chunk before the request's next stop.
+    def _until_boundary(self, seq: Sequence, num_tokens: int) -> int:
+        """Cuts a chunk at the request's next boundary; returns its number of tokens.
 
-        At a stop, the sequence first takes cached blocks up to the next one, or to the end. The
-        chunk is empty if nothing is left to compute before the next stop.
+        At a boundary, the sequence first takes cached blocks up to the next one, or to the end. The
+        chunk is empty if nothing is left to compute before the next boundary.
         """
         request, start = seq.request, seq.num_scheduled_tokens
-        if not request.stops:
+        if not request.boundaries:
             return num_tokens
-        stop = request.stop_after(start)
-        if start in request.stops and request.read_prefix_cache:
-            start = seq.num_scheduled_tokens = self._sharing.extend(seq, stop)
+        boundary = request.next_boundary(start)
+        if start in request.boundaries and request.read_prefix_cache:
+            start = seq.num_scheduled_tokens = self._sharing.extend(seq, boundary)
             num_tokens = min(num_tokens, len(seq.tokens) - start)
-        return num_tokens if stop is None else min(num_tokens, stop - start)
+        return num_tokens if boundary is None else min(num_tokens, boundary - start)
 
     def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
         """Number of tokens of a chunk that fit; always all of them with full attention only.
@@ -657,10 +659,10 @@ class Scheduler:
             end := outside(atomic, self.kv.allocate_up_to(seq.tables, start + num_tokens))
         ) <= start:
             self._building.has_preempted = True
-            least = start + 1
-            if outside(atomic, least) == start:
-                least = next(end for _, end in atomic if end > start)
-            if self.kv.can_grow_later(seq.tables, least, start):
+            min_tokens = start + 1
+            if outside(atomic, min_tokens) == start:
+                min_tokens = next(end for _, end in atomic if end > start)
+            if self.kv.can_grow_later(seq.tables, min_tokens, start):
                 return 0
             victim = self.running.last
             if victim.last_step == self._step:
@@ -672,8 +674,10 @@ class Scheduler:
 
     def _begin_media(self) -> None:
         """Prepares the encoder cache; limits new items during decodes, which encoding delays."""
-        most = self.config.max_encoder_items_with_decodes if self._building.num_decodes else None
-        self.encoder_cache.begin(self._step, self._committed_step, most)
+        max_items = (
+            self.config.max_encoder_items_with_decodes if self._building.num_decodes else None
+        )
+        self.encoder_cache.begin(self._step, self._committed_step, max_items)
 
     # Prefix cache and counts.
 
@@ -729,7 +733,7 @@ class Scheduler:
             raise IntegrityError("the steps in flight are not those after the committed one")
 
 
-def _check_gained(output: SchedulerOutput, token_ids: SequenceOf[SequenceOf[int]]) -> None:
+def _check_new_tokens(output: SchedulerOutput, token_ids: SequenceOf[SequenceOf[int]]) -> None:
     """Raises `InvalidParameterError` if a live sequence that samples has no token."""
     sequences = output.sequences
     if len(token_ids) == len(sequences) and [] not in token_ids:

@@ -47,7 +47,7 @@ class StepBatch:
         num_drafts: ``[num_seqs]`` int32: number of trailing tokens that are drafts to verify. Such
             a sequence samples after its last known token and after each draft.
         drafts_in_flight: `engine.input_tokens.DraftsInFlight`: drafts that the device is still
-            making, and which are 0 in `token_ids`; None if all are known.
+            computing; they are 0 in `token_ids`. None if all are known.
         adapter_ids: ``[num_seqs]`` int32: slot of each sequence's adapter; 0 for the base model.
         adapters: The adapter in each of these slots (`Request.adapter`). The device half loads it
             if its slot holds another one, so a step that runs again finds its adapters.
@@ -119,25 +119,21 @@ class StepBatch:
         each draft."""
         return [samples * (1 + drafts) for samples, drafts in zip(self.samples, self.num_drafts)]
 
-    def begins(self) -> list[int]:
+    def query_starts(self) -> list[int]:
         """``[num_seqs]``: index into `token_ids` of each sequence's first token."""
-        begins, at = [], 0
-        for length in self.query_lens:
-            begins.append(at)
-            at += length
-        return begins
+        return [end - length for end, length in zip(accumulate(self.query_lens), self.query_lens)]
 
 
 class PromptLogprobs(NamedTuple):
     """Log-probabilities of prompt tokens from one step.
 
     Attributes:
-        place: Index of the sequence in the batch.
+        seq_index: Index of the sequence in the batch.
         start: First position that the step computed; the first entry is for position `start + 1`.
         positions: `engine.sampling.logprobs.PositionLogprobs`, in order.
     """
 
-    place: int
+    seq_index: int
     start: int
     positions: Sequence[Any]
 
@@ -146,11 +142,11 @@ class PooledStates(NamedTuple):
     """Pooled hidden states of prompt positions ``[start, end)``.
 
     Attributes:
-        place: Index of the sequence in the batch.
+        seq_index: Index of the sequence in the batch.
         states: ``[hidden_size]`` float32.
     """
 
-    place: int
+    seq_index: int
     start: int
     end: int
     states: Any
@@ -170,7 +166,7 @@ class StepTime(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step. `place` is the index of a sequence in its `StepBatch`.
+    """The results of a step. `seq_index` is the index of a sequence in its `StepBatch`.
 
     Attributes:
         token_ids: New tokens of each sequence: none if it did not sample or failed, otherwise one

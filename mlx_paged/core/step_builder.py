@@ -170,10 +170,10 @@ class StepBuilder:
         """
         assert seq.tables is not None
         spare = self.budget - len(self._running) - sum(self.num_drafts.values())
-        most = min(len(seq.draft_token_ids), spare, seq.max_num_tokens - len(seq.tokens) - 1)
-        if most <= 0:
+        limit = min(len(seq.draft_token_ids), spare, seq.max_num_tokens - len(seq.tokens) - 1)
+        if limit <= 0:
             return 0
-        return max(0, self._kv.allocate_up_to(seq.tables, end + most) - end)
+        return max(0, self._kv.allocate_up_to(seq.tables, end + limit) - end)
 
     def _limit_by_time(self) -> None:
         """Lowers the budget to the tokens of a new prompt that fit in the time left."""
@@ -188,12 +188,12 @@ class StepBuilder:
             left = len(seq.tokens) - seq.num_scheduled_tokens
             if seq.is_running and not self.is_long(left):
                 demand += left
-        num_free_places = self._config.max_num_seqs - len(self._running)
+        num_admissible = self._config.max_num_seqs - len(self._running)
         for seq in self._waiting.ready_short():
-            if demand >= enough or num_free_places == 0:
+            if demand >= enough or num_admissible == 0:
                 break
             demand += len(seq.tokens)
-            num_free_places -= 1
+            num_admissible -= 1
         return demand
 
     # Columns.

@@ -75,11 +75,11 @@ class StepTimeLimit:
         return sum(cost * x for cost, x in zip(self._costs, features))
 
     def budget(self, num_decodes: int) -> StepTimeBudget:
-        """Returns the time and the tokens that a step with these decodes has for prompts."""
+        """Returns the time and tokens that a step with `num_decodes` decodes has for prompts."""
         base, per_token, per_pair, per_decode = self._costs
         left = self.seconds / self._slowdown - base - per_decode * num_decodes
-        least = self._last_cost / _CHEAPER
-        return StepTimeBudget(left, _GROWTH * self._trusted_tokens, per_token, per_pair, least)
+        min_cost = self._last_cost / _CHEAPER
+        return StepTimeBudget(left, _GROWTH * self._trusted_tokens, per_token, per_pair, min_cost)
 
     def learn(self, batch: StepBatch, time: StepTime) -> None:
         """Learns from a step. Ignores steps without prompts, and those that encode media."""
@@ -131,16 +131,16 @@ class StepTimeLimit:
 class StepTimeBudget:
     """The time and the tokens that one step has left for prompts."""
 
-    __slots__ = ("_least", "_num_spent", "_per_pair", "_per_token", "_seconds", "_tokens")
+    __slots__ = ("_min_cost", "_num_spent", "_per_pair", "_per_token", "_seconds", "_tokens")
 
     def __init__(
-        self, seconds: float, tokens: int, per_token: float, per_pair: float, least: float
+        self, seconds: float, tokens: int, per_token: float, per_pair: float, min_cost: float
     ) -> None:
         self._seconds = seconds
         self._tokens = tokens
         self._per_token = per_token
         self._per_pair = per_pair
-        self._least = least
+        self._min_cost = min_cost
         self._num_spent = 0
 
     def num_tokens(self, start: int) -> int:
@@ -162,7 +162,7 @@ class StepTimeBudget:
 
     def _cost_at(self, start: int) -> float:
         """Seconds of the first token of a chunk."""
-        return max(self._least, self._per_token + self._per_pair * start)
+        return max(self._min_cost, self._per_token + self._per_pair * start)
 
 
 def _num_fitting(seconds: float, cost: float, growth: float) -> int:
@@ -170,8 +170,8 @@ def _num_fitting(seconds: float, cost: float, growth: float) -> int:
     if seconds <= 0:
         return 0
     divisor = cost + math.sqrt(cost * cost + 2 * growth * seconds)
-    most = 1 << 40
-    return most if 2 * seconds >= most * divisor else int(2 * seconds / divisor)
+    limit = 1 << 40
+    return limit if 2 * seconds >= limit * divisor else int(2 * seconds / divisor)
 
 
 def _features(starts: array[int], query_lens: array[int]) -> _Features:

@@ -99,7 +99,7 @@ class BatchSequence:
             # it is read, and samples another one.
             StopPolicy(max_tokens=self.choice.max_tokens + 1),
             read_prefix_cache=self.is_known,
-            stops=ends[:-1],
+            boundaries=ends[:-1],
             parent=sequence.tables,
             num_parent_tokens=start,
         )
@@ -379,7 +379,7 @@ class PagedBatch:
             is_last = entry.num_reported == total
             self.store.count(0, gained - lengths.get(seq.seq_id, 0))
             self._counters.prompt_tokens += 0 if is_last else gained
-            is_end = is_last or seq.num_scheduled_tokens in seq.request.stops
+            is_end = is_last or seq.num_scheduled_tokens in seq.request.boundaries
             progress = entry.num_reported, total
             responses.append(self._prompt_response(entry.uid, progress, is_end, is_last))
         return responses

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _STEPS_UNTIL_LARGER = 64
 # The measured end of a step is exact if the host waited for it at least this long (seconds), or
 # looked at it within this fraction of its time after the launch.
-_LEAST_WAIT = 0.0002
+_MIN_WAIT = 0.0002
 _SOON = 0.1
 
 
@@ -215,7 +215,7 @@ class InProcessExecutor:
         ended = self._clock()
         seconds = ended - step.launched_at
         is_soon = began - step.returned_at <= _SOON * seconds
-        step.time = StepTime(seconds, is_exact=is_soon or ended - began >= _LEAST_WAIT)
+        step.time = StepTime(seconds, is_exact=is_soon or ended - began >= _MIN_WAIT)
 
     def _read_launched(self, step: PendingStep) -> StepResult | None:
         if step.launched is None:
@@ -263,8 +263,8 @@ class InProcessExecutor:
                 continue
             except RejectedItem as error:
                 logger.info("an item of a prompt was rejected: %s", error, exc_info=error.__cause__)
-                rejected = {p.place for p in part if _has_item(batch, p.place, error.key)}
-                rejected = rejected or {first.place}
+                rejected = {p.seq_index for p in part if _has_item(batch, p.seq_index, error.key)}
+                rejected = rejected or {first.seq_index}
                 result.failures += [(index, error) for index in sorted(rejected)]
                 parts = [_without(each, rejected) for each in (*parts, part)]
                 continue
@@ -274,12 +274,12 @@ class InProcessExecutor:
                     if len(part) > 1 or (len(two) > 1 and is_out_of_memory(error)):
                         parts += reversed(two)
                         continue
-                    if first.place not in tried_alone:
-                        tried_alone.add(first.place)
+                    if first.seq_index not in tried_alone:
+                        tried_alone.add(first.seq_index)
                         parts.append(part)
                         continue
-                result.failures.append((first.place, reason_of(error)))
-                parts = [p for p in parts if p[0].place != first.place]
+                result.failures.append((first.seq_index, reason_of(error)))
+                parts = [p for p in parts if p[0].seq_index != first.seq_index]
         return result
 
     def _run_now(self, batch: StepBatch) -> StepResult:
@@ -343,7 +343,7 @@ def _known_tokens(step: PendingStep) -> KnownTokens:
 def _ended(before: PendingStep, batch: StepBatch) -> set[int]:
     """Indices of the sequences that ended with an error in the step before."""
     assert before.result is not None
-    failed = {before.batch.seq_ids[place] for place, _ in before.result.failures}
+    failed = {before.batch.seq_ids[seq_index] for seq_index, _ in before.result.failures}
     return {i for i, seq_id in enumerate(batch.seq_ids) if seq_id in failed}
 
 
@@ -353,4 +353,4 @@ def _has_item(batch: StepBatch, index: int, key: bytes) -> bool:
 
 
 def _without(part: Part, indices: Collection[int]) -> Part:
-    return tuple(piece for piece in part if piece.place not in indices)
+    return tuple(piece for piece in part if piece.seq_index not in indices)

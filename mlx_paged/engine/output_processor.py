@@ -219,11 +219,11 @@ class OutputProcessor:
             token_ids: For each of `sequences`, after `Scheduler.update_from_output`.
         """
         updates: list[SequenceUpdate] = []
-        for seq, gained in zip(sequences, token_ids):
+        for seq, new_token_ids in zip(sequences, token_ids):
             answer: AnswerState | None = seq.answer
             if answer is None:
                 continue  # aborted
-            if not gained:
+            if not new_token_ids:
                 if answer.failure is not None:
                     updates += self._fail(seq, answer.failure)
                 continue
@@ -233,16 +233,16 @@ class OutputProcessor:
                 tokens = answer.token_ids
                 num_before = len(tokens)
                 # fmt: off
-                update = _update((answer.request_id, answer.index, gained, answer.text,
+                update = _update((answer.request_id, answer.index, new_token_ids, answer.text,
                                   None, None, None, None, num_before))
                 # fmt: on
-                tokens += gained
+                tokens += new_token_ids
                 updates.append(update)
                 if answer.sink is not None:
                     updates += self._deliver(update, seq, answer)
                 continue
             try:
-                update = self._to_update(seq, gained, answer)
+                update = self._to_update(seq, new_token_ids, answer)
             except Exception as error:  # the tokenizer cannot decode a token of the report
                 updates += self._fail(seq, reason_of(error))
                 continue
@@ -282,12 +282,12 @@ class OutputProcessor:
         """Records log-probabilities and pooled prompts; returns the updates of failed sequences."""
         updates = []
         for part in result.pooled:
-            sequences[part.place].prompt_report.record(part.start, part.end, part.states)
+            sequences[part.seq_index].prompt_report.record(part.start, part.end, part.states)
         for index, positions in result.logprobs:
             if sequences[index].answer is not None:
                 sequences[index].answer.positions = positions
         for found in result.prompt_logprobs:
-            seq = sequences[found.place]
+            seq = sequences[found.seq_index]
             if seq.answer is None or seq.finish_reason is FinishReason.ERROR:
                 continue
             try:
@@ -370,37 +370,39 @@ class OutputProcessor:
             return ended
         return []
 
-    def _to_update(self, seq: Sequence, gained: list[int], answer: AnswerState) -> SequenceUpdate:
+    def _to_update(
+        self, seq: Sequence, new_token_ids: list[int], answer: AnswerState
+    ) -> SequenceUpdate:
         params, text, reason = answer.state.params, answer.text, seq.finish_reason
         request_id = seq.request.request_id
         if isinstance(params, PoolingParams):
-            if gained:  # The prompt has been computed.
+            if new_token_ids:  # The prompt has been computed.
                 answer.state.output.pooled = seq.prompt_report.result()
                 self._note_first_token(answer.state)
                 reason = FinishReason.STOP
             return SequenceUpdate(request_id, seq.index, [], [], reason)
         reports = None
-        if gained and answer.positions:
+        if new_token_ids and answer.positions:
             num_likeliest = params.logprobs or 0
-            found = zip(gained, answer.positions)
+            found = zip(new_token_ids, answer.positions)
             reports = [self._report(position, num_likeliest) for _, position in found]
             answer.positions = ()
         num_before = len(answer.token_ids)
         pieces: list[str] | DeferredText
         if isinstance(text, DeferredText):
             pieces = text
-            if gained and reason is FinishReason.STOP and seq.stop_checker is None:
-                answer.note_end(gained[-1])
+            if new_token_ids and reason is FinishReason.STOP and seq.stop_checker is None:
+                answer.note_end(new_token_ids[-1])
             if reason is not None:
-                text.end(num_before + len(gained) - (not answer.is_end_shown))
+                text.end(num_before + len(new_token_ids) - (not answer.is_end_shown))
         else:
             pieces, answer.pieces = answer.pieces, []
-            if reason is not None and not gained:
+            if reason is not None and not new_token_ids:
                 pieces.append(text.finish())
                 if text.matched_stop is not None:
                     reason, answer.stop_reason = FinishReason.STOP, text.matched_stop
         # fmt: off
-        return _update((request_id, seq.index, gained, pieces,
+        return _update((request_id, seq.index, new_token_ids, pieces,
                         reason, answer.stop_reason, None, reports, num_before))
         # fmt: on
 

@@ -15,12 +15,12 @@ class Piece(NamedTuple):
     """Tokens ``[begin, end)`` of one sequence in a batch.
 
     Attributes:
-        place: Index of the sequence in the batch.
+        seq_index: Index of the sequence in the batch.
         is_last: True if the tokens end where the batch's tokens of this sequence end, so that it
             samples if the batch does.
     """
 
-    place: int
+    seq_index: int
     begin: int
     end: int
     is_last: bool = True
@@ -38,9 +38,9 @@ Part = tuple[Piece, ...]
 def whole(batch: StepBatch, left_out: Collection[int] = ()) -> Part:
     """Returns a batch without some sequences."""
     return tuple(
-        Piece(place, 0, length)
-        for place, length in enumerate(batch.query_lens)
-        if place not in left_out
+        Piece(seq_index, 0, length)
+        for seq_index, length in enumerate(batch.query_lens)
+        if seq_index not in left_out
     )
 
 
@@ -64,13 +64,13 @@ def halves(batch: StepBatch, part: Part) -> list[Part]:
 def _middle(batch: StepBatch, piece: Piece) -> int:
     """Returns the number of a piece's tokens in the first half; 0 if it cannot be cut."""
     middle = piece.num_tokens // 2
-    if batch.num_drafts[piece.place]:
+    if batch.num_drafts[piece.seq_index]:
         return 0
-    media = batch.media_inputs[piece.place] if batch.media_inputs else None
+    media = batch.media_inputs[piece.seq_index] if batch.media_inputs else None
     atomic = () if media is None else media.media.atomic
     if not atomic:
         return middle
-    start = batch.starts[piece.place] + piece.begin
+    start = batch.starts[piece.seq_index] + piece.begin
     before = outside(atomic, start + middle)
     if before > start:
         return before - start
@@ -85,19 +85,19 @@ def is_state_spent(batch: StepBatch, piece: Piece) -> bool:
 
 def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
     """Returns a part as a separate batch, which may run regardless of what ran before."""
-    indices = [piece.place for piece in part]
-    begins = batch.begins()
-    samples = [piece.is_last and batch.samples[piece.place] for piece in part]
+    indices = [piece.seq_index for piece in part]
+    query_starts = batch.query_starts()
+    samples = [piece.is_last and batch.samples[piece.seq_index] for piece in part]
     used = {batch.adapter_ids[i] for i in indices}
     token_ids = array(batch.token_ids.typecode)
     for piece in part:
-        at = begins[piece.place]
+        at = query_starts[piece.seq_index]
         token_ids += batch.token_ids[at + piece.begin : at + piece.end]
     return StepBatch(
         step=batch.step,
         seq_ids=[batch.seq_ids[i] for i in indices],
         token_ids=token_ids,
-        starts=array("q", [batch.starts[p.place] + p.begin for p in part]),
+        starts=array("q", [batch.starts[p.seq_index] + p.begin for p in part]),
         query_lens=array("q", [p.num_tokens for p in part]),
         samples=samples,
         is_decode=len(token_ids) == len(part) and False not in samples,
@@ -110,14 +110,14 @@ def cut(batch: StepBatch, part: Part, block_size: int) -> StepBatch:
         block_copies=_copies(batch, part, block_size),
         # The blocks that the step gave up are gone by now.
         media=None if batch.media is None else ScheduledMedia((), batch.media.encoded),
-        sampling=_sampling(batch, [p.place for p, sampled in zip(part, samples) if sampled]),
+        sampling=_sampling(batch, [p.seq_index for p, sampled in zip(part, samples) if sampled]),
         prompt_targets=_targets(batch, part),
         media_inputs=[batch.media_inputs[i] for i in indices] if batch.media_inputs else [],
     )
 
 
 def _slots(batch: StepBatch, piece: Piece) -> StateMove:
-    slots = batch.slots[piece.place]
+    slots = batch.slots[piece.seq_index]
     # A second piece begins where the first one ends.
     return slots if piece.begin == 0 else StateMove(slots.write, slots.write)
 
@@ -126,7 +126,7 @@ def _copies(batch: StepBatch, part: Part, block_size: int) -> tuple[tuple[Any, .
     """Returns True if a copy belongs to a piece, because the piece continues the copy's target.
 
     A later copy would undo what that sequence has written."""
-    begun = [p.place for p in part if p.begin == 0]
+    begun = [p.seq_index for p in part if p.begin == 0]
     made = []
     for group, copies in enumerate(batch.block_copies):
         targets = {batch.tables[i][group].blocks[batch.starts[i] // block_size] for i in begun}
@@ -146,11 +146,11 @@ def _sampling(batch: StepBatch, indices: list[int]) -> Any:
 def _targets(batch: StepBatch, part: Part) -> list[tuple[int, Any]]:
     wanted = dict(batch.prompt_targets)
     targets = []
-    for place, piece in enumerate(part):
-        found = wanted.get(piece.place)
+    for index, piece in enumerate(part):
+        found = wanted.get(piece.seq_index)
         found = None if found is None else found.between(piece.begin, piece.end)
         if found is not None:
-            targets.append((place, found))
+            targets.append((index, found))
     return targets
 
 
@@ -158,9 +158,11 @@ def add_results(result: StepResult, part: Part, found: StepResult) -> None:
     """Adds the results of a part to those of the step."""
     for piece, token_ids in zip(part, found.token_ids):
         if token_ids:
-            result.token_ids[piece.place] = token_ids
-    result.failures += [(part[i].place, reason) for i, reason in found.failures]
-    result.logprobs += [(part[i].place, positions) for i, positions in found.logprobs]
-    result.prompt_logprobs += [p._replace(place=part[p.place].place) for p in found.prompt_logprobs]
-    result.pooled += [p._replace(place=part[p.place].place) for p in found.pooled]
+            result.token_ids[piece.seq_index] = token_ids
+    result.failures += [(part[i].seq_index, reason) for i, reason in found.failures]
+    result.logprobs += [(part[i].seq_index, positions) for i, positions in found.logprobs]
+    result.prompt_logprobs += [
+        p._replace(seq_index=part[p.seq_index].seq_index) for p in found.prompt_logprobs
+    ]
+    result.pooled += [p._replace(seq_index=part[p.seq_index].seq_index) for p in found.pooled]
     result.is_poisoned |= found.is_poisoned

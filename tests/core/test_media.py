@@ -122,7 +122,7 @@ def test_positions_outside_of_atomic_spans() -> None:
 
 
 def test_every_content_has_ids_of_its_own() -> None:
-    ids = MediaIds(most_keys=2)
+    ids = MediaIds(max_keys=2)
     spans = [picture(name, 1, 4) for name in "abcab"]
     found = [ids.prompt_ids([9] + [P] * 4, [span]) for span in spans]
     assert [next(iter(each)) for each in found] == [9] * 5
@@ -229,7 +229,7 @@ def test_pictures_and_salts() -> None:
 @OVERLAP
 def test_a_picture_that_was_forgotten_is_computed_again_and_not_mistaken(overlap: bool) -> None:
     engine = make(overlap=overlap)
-    engine.scheduler.kv.media_ids = MediaIds(most_keys=1)
+    engine.scheduler.kv.media_ids = MediaIds(max_keys=1)
     names = ["cat", "dog", "cat", "cat", "cow", "dog"]
     requests = [asked(f"{i}", picture(name, 0)) for i, name in enumerate(names)]
     for each in requests:
@@ -304,7 +304,7 @@ def test_an_atomic_picture_is_matched_whole_or_not_at_all(before: int, length: i
     # And where only its first blocks are left.
     kv, ends = engine.scheduler.kv, set()
     for count in range(kv.usage.num_cached_blocks, -1, -1):
-        kv.attention[0].keep_at_most(count)
+        kv.attention[0].limit_cached(count)
         query = PrefixQuery(first.sequences[0].tree_tokens, atomic=first.prompt_media.atomic)
         ends.add(kv.match(query).num_tokens(kv.block_size))
     assert not ends & set(range(before + 1, before + length)) and min(ends) == 0
@@ -432,7 +432,7 @@ def test_an_atomic_picture_in_a_model_with_windows(overlap: bool) -> None:
     """Its window blocks are taken at once, so a pool that never has as many refuses it."""
     window = WindowGroupSpec(1 + 6, 5, lambda position: max(0, position - 4))
     kv = KVManager(40, 4, windows=[window])
-    assert kv.most_atomic_tokens() == (6 - 2 - 1) * 4
+    assert kv.max_atomic_tokens() == (6 - 2 - 1) * 4
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, watermark=0.0)
     engine = FakeEngine(Scheduler(config, kv, clock=Clock()), overlap=overlap)
     with pytest.raises(InvalidParameterError, match=r"12 positions.*sliding windows"):

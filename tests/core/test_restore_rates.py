@@ -8,7 +8,7 @@ import pytest
 from test_tier import TEXT, NoContents, compute, restored, window
 
 from mlx_paged.core import KVManager, Level, MemoryTier, PrefixQuery, RestoreRates, StateGroupSpec
-from mlx_paged.core.kv.restore_rates import LEAST_BYTES, LEAST_TOKENS
+from mlx_paged.core.kv.restore_rates import MIN_BYTES, MIN_TOKENS
 from mlx_paged.core.kv.stored import StoredPrefix
 
 BLOCK_BYTES, BLOCK_SIZE = 512, 4
@@ -22,10 +22,10 @@ def rates_of(memory: float = 0.0, disk: float = 0.0, sizes: tuple[int, ...] = ()
         BLOCK_SIZE,
         lambda key: Level.MEMORY if key < FIRST_DISK_KEY else Level.DISK,
     )
-    rates.note_computed(LEAST_TOKENS, LEAST_TOKENS / BLOCK_SIZE)
+    rates.note_computed(MIN_TOKENS, MIN_TOKENS / BLOCK_SIZE)
     for level, ratio in ((Level.MEMORY, memory), (Level.DISK, disk)):
         if ratio:
-            rates.note_restored(level, LEAST_BYTES, ratio * LEAST_BYTES / BLOCK_BYTES)
+            rates.note_restored(level, MIN_BYTES, ratio * MIN_BYTES / BLOCK_BYTES)
     return rates
 
 
@@ -61,19 +61,19 @@ def groups_of(**options: Any) -> Any:
 def test_the_part_of_a_prefix_that_pays(
     memory: float, disk: float, levels: str, expected: int
 ) -> None:
-    assert rates_of(memory, disk).worth(prefix(levels), 0, groups_of()) == expected
+    assert rates_of(memory, disk).num_worth_restoring(prefix(levels), 0, groups_of()) == expected
 
 
 def test_blocks_on_the_device_are_free() -> None:
     rates = rates_of(memory=1.5)
-    assert rates.worth(prefix("mmmm"), 0, groups_of()) == 0
-    assert rates.worth(prefix("mmmm"), 3, groups_of()) <= 3
+    assert rates.num_worth_restoring(prefix("mmmm"), 0, groups_of()) == 0
+    assert rates.num_worth_restoring(prefix("mmmm"), 3, groups_of()) <= 3
     # Two that the device has behind one that it lacks.
     kv = KVManager(30, BLOCK_SIZE)
     compute(kv, range(12))
     nodes = kv.tree.match(PrefixQuery(range(12), limit=12)).node.path()
     nodes[0].entries[0] = -1
-    assert rates.worth(StoredPrefix(nodes, None), 0, kv.groups) == 3
+    assert rates.num_worth_restoring(StoredPrefix(nodes, None), 0, kv.groups) == 3
 
 
 def test_windows_and_states_count_once() -> None:
@@ -81,28 +81,37 @@ def test_windows_and_states_count_once() -> None:
     # Four blocks save 4 * 0.5; the end needs one block of the window, and one state.
     for state_blocks, expected in ((0.9, 4), (1.6, 0)):
         sizes = (BLOCK_BYTES, int(2 * state_blocks * BLOCK_BYTES))
-        assert rates_of(memory=0.5, sizes=sizes).worth(prefix("mmmm"), 0, groups) == expected
+        assert (
+            rates_of(memory=0.5, sizes=sizes).num_worth_restoring(prefix("mmmm"), 0, groups)
+            == expected
+        )
 
 
 def test_nothing_is_refused_before_enough_is_known() -> None:
     rates = RestoreRates((BLOCK_BYTES,), BLOCK_SIZE, lambda key: Level.MEMORY)
-    rates.note_restored(Level.MEMORY, LEAST_BYTES - 1, 1e9)
-    rates.note_computed(LEAST_TOKENS - 1, 1e-9)
-    assert rates.worth(prefix("m"), 0, groups_of()) == 1 and rates.pays(Level.MEMORY)
+    rates.note_restored(Level.MEMORY, MIN_BYTES - 1, 1e9)
+    rates.note_computed(MIN_TOKENS - 1, 1e-9)
+    assert rates.num_worth_restoring(prefix("m"), 0, groups_of()) == 1 and rates.is_worthwhile(
+        Level.MEMORY
+    )
     rates.note_computed(1, 0.0)
-    assert rates.worth(prefix("m"), 0, groups_of()) == 1 and rates.pays(Level.MEMORY)
+    assert rates.num_worth_restoring(prefix("m"), 0, groups_of()) == 1 and rates.is_worthwhile(
+        Level.MEMORY
+    )
     rates.note_restored(Level.MEMORY, 0, 1.0)  # a wait
-    assert rates.pays(Level.MEMORY)
+    assert rates.is_worthwhile(Level.MEMORY)
     rates.note_restored(Level.MEMORY, 1, 0.0)
-    assert rates.worth(prefix("m"), 0, groups_of()) == 0 and not rates.pays(Level.MEMORY)
-    assert rates.pays(Level.DISK)
+    assert rates.num_worth_restoring(prefix("m"), 0, groups_of()) == 0 and not rates.is_worthwhile(
+        Level.MEMORY
+    )
+    assert rates.is_worthwhile(Level.DISK)
 
 
 def test_a_refused_level_is_tried_again() -> None:
     rates = rates_of()
-    rates.note_restored(Level.MEMORY, 16 * LEAST_BYTES, 1e9)
+    rates.note_restored(Level.MEMORY, 16 * MIN_BYTES, 1e9)
     count = 0
-    while count < 100 and not rates.worth(prefix("m"), 0, groups_of()):
+    while count < 100 and not rates.num_worth_restoring(prefix("m"), 0, groups_of()):
         rates.note_refusal()
         count += 1
     assert 20 < count < 40
@@ -111,25 +120,25 @@ def test_a_refused_level_is_tried_again() -> None:
 def test_another_engine_may_take_a_few_times_as_long() -> None:
     rates = rates_of()  # a token takes some time here
     computed = rates._computed.seconds
-    assert computed is not None and rates.pays_remotely()
-    rates.note_remote(LEAST_TOKENS - 1, 1e9)
-    assert rates.pays_remotely()  # too little is known
+    assert computed is not None and rates.is_remote_worthwhile()
+    rates.note_remote(MIN_TOKENS - 1, 1e9)
+    assert rates.is_remote_worthwhile()  # too little is known
     rates = rates_of()
     rates.note_remote(1 << 16, 3 * (1 << 16) * computed)
-    assert rates.pays_remotely()
+    assert rates.is_remote_worthwhile()
     rates.note_remote(1 << 15, 9 * (1 << 15) * computed)
-    refused = [not rates.pays_remotely() for _ in range(100)]
+    refused = [not rates.is_remote_worthwhile() for _ in range(100)]
     assert refused[0] and 20 < refused.index(False) < 40  # tried again
 
 
 def test_old_measurements_are_forgotten() -> None:
     rates = rates_of(memory=100.0)
     for _ in range(200):
-        rates.note_restored(Level.MEMORY, LEAST_BYTES, 0.5 * LEAST_BYTES / BLOCK_BYTES)
-    assert rates.worth(prefix("m"), 0, groups_of()) == 1
+        rates.note_restored(Level.MEMORY, MIN_BYTES, 0.5 * MIN_BYTES / BLOCK_BYTES)
+    assert rates.num_worth_restoring(prefix("m"), 0, groups_of()) == 1
     for _ in range(200):
-        rates.note_computed(LEAST_TOKENS, 0.1 * LEAST_TOKENS / BLOCK_SIZE)
-    assert rates.worth(prefix("m"), 0, groups_of()) == 0
+        rates.note_computed(MIN_TOKENS, 0.1 * MIN_TOKENS / BLOCK_SIZE)
+    assert rates.num_worth_restoring(prefix("m"), 0, groups_of()) == 0
 
 
 def test_the_bytes_of_a_step_are_those_that_memory_restores_in_its_time() -> None:
@@ -152,9 +161,9 @@ class RatedTier(MemoryTier):
         self.rates = rates
         self.num_refusals = 0
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         assert isinstance(self._owner, KVManager)
-        return self.rates.worth(stored, first, self._owner.groups)
+        return self.rates.num_worth_restoring(stored, first, self._owner.groups)
 
     def on_refused(self) -> None:
         self.num_refusals += 1

@@ -60,7 +60,7 @@ def test_a_prompt_over_the_budget_goes_in_chunks_and_only_the_last_one_samples()
 @OVERLAP
 def test_a_step_ends_at_each_stop_of_a_request(overlap):
     engine = make(overlap=overlap)
-    r = request("a", list(range(20)), 2, stops=[6, 13])
+    r = request("a", list(range(20)), 2, boundaries=[6, 13])
     engine.scheduler.add(r)
     engine.run()
     steps = [(b.sequences[0].start, b.sequences[0].num_tokens) for b in engine.batches]
@@ -74,7 +74,7 @@ def test_cached_tokens_are_looked_up_from_stop_to_stop(overlap):
     first = request("a", list(range(40)), 1)
     engine.scheduler.add(first)
     engine.run()
-    r = request("b", [*range(38), 50, 51], 2, stops=[8, 14, 30])
+    r = request("b", [*range(38), 50, 51], 2, boundaries=[8, 14, 30])
     [seq] = engine.scheduler.add(r)
     reached = []
     while engine.scheduler.has_unfinished or engine.running:

@@ -539,7 +539,7 @@ def test_random_operations(
     machine: type[RuleBasedStateMachine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlx_paged.core.kv.tree.LONG_SEARCH", 2)  # prompts are short here
-    monkeypatch.setattr("mlx_paged.core.kv.keeping.LONG_TOKENS", 8)
-    monkeypatch.setattr("mlx_paged.core.kv.keeping.LEAST_TOKENS", 2)
+    monkeypatch.setattr("mlx_paged.core.kv.write_policy.LONG_TOKENS", 8)
+    monkeypatch.setattr("mlx_paged.core.kv.write_policy.MIN_TOKENS", 2)
     for num_runs in ROUNDS:
         run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=num_runs))

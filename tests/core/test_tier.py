@@ -404,7 +404,7 @@ def test_a_window_is_copied_before_the_blocks_of_full_attention() -> None:
 
 
 def test_a_sequence_whose_content_is_lost_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.core.kv.keeping.LEAST_TOKENS", 4)
+    monkeypatch.setattr("mlx_paged.core.kv.write_policy.MIN_TOKENS", 4)
     kv = KVManager(8, 4, tier=FakeTier(0, 1, 4, has_disk=True))
     tier = kv.tier
     assert isinstance(tier, FakeTier)

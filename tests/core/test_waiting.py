@@ -415,7 +415,7 @@ def _miscounted(scheduler: Scheduler) -> None:
     ("damage", "message"),
     [
         (_lose_size, "counted as waiting"),
-        (_lose_target, "would not be woken"),
+        (_lose_target, "would never wake up"),
         (_wrong_target, "waits for something else"),
         (_owner_gone, "has given up"),
         (_wrong_part, "part of the waiting queue"),

@@ -236,7 +236,7 @@ def test_where_a_window_is_lost_the_prompt_is_computed(kind, model) -> None:
     tokens_of(model, TEXT[:500])
     [store] = stores_of(model)
     store.synchronize()
-    store.kv.attention[1].keep_at_most(2)  # as memory pressure would
+    store.kv.attention[1].limit_cached(2)  # as memory pressure would
     for cut in (480, 200, 499):
         prompt = [*TEXT[:cut], 3, *TEXT[500:510]]
         assert tokens_of(model, prompt) == plain_tokens(model, prompt), cut

@@ -35,7 +35,7 @@ from support.waiting import TIMEOUT
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams, ops
 from mlx_paged.core import MissReason
-from mlx_paged.core.kv import keeping
+from mlx_paged.core.kv import write_policy
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.offload import offloading, restorer
@@ -47,8 +47,8 @@ from mlx_paged.offload import index
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of tests take few tokens."""
-    monkeypatch.setattr(keeping, "LONG_TOKENS", 128)
-    monkeypatch.setattr(keeping, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(write_policy, "LONG_TOKENS", 128)
+    monkeypatch.setattr(write_policy, "MIN_TOKENS", 32)
     monkeypatch.setattr(index, "_LOOK_SECONDS", 0.0)
 
 
@@ -322,9 +322,9 @@ from support.models import embedded_twin, random_tokens
 import numpy as np
 from mlx_paged import SamplingParams
 from mlx_paged.core import MissReason
-from mlx_paged.core.kv import keeping
+from mlx_paged.core.kv import write_policy
 from mlx_paged.offload import writer
-keeping.LONG_TOKENS, keeping.LEAST_TOKENS = 128, 32
+write_policy.LONG_TOKENS, write_policy.MIN_TOKENS = 128, 32
 writer.FULL_BYTES = 60_000
 llm = make(embedded_twin(), kv_offload_dir=sys.argv[1], block_size=8, num_gpu_blocks_override=400)
 rng = np.random.default_rng(1)

@@ -13,8 +13,8 @@ from test_step_time_engine import SimulatedDevice
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.core import Level, MissReason
-from mlx_paged.core.kv import keeping
-from mlx_paged.core.kv.restore_rates import LEAST_BYTES, LEAST_TOKENS
+from mlx_paged.core.kv import write_policy
+from mlx_paged.core.kv.restore_rates import MIN_BYTES, MIN_TOKENS
 from mlx_paged.engine.offload import restorer
 
 LENGTH = 200
@@ -22,8 +22,8 @@ LENGTH = 200
 
 @pytest.fixture(autouse=True)
 def short_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LONG_TOKENS", 128)
-    monkeypatch.setattr(keeping, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(write_policy, "LONG_TOKENS", 128)
+    monkeypatch.setattr(write_policy, "MIN_TOKENS", 32)
 
 
 def llm_of(folder: Path | None = None, **options: Any) -> LLM:
@@ -36,9 +36,9 @@ def learn(llm: LLM, level: Level, ratio: float) -> None:
     offloading = llm.engine._offloading
     assert offloading is not None
     [block_bytes] = offloading._blocks.num_bytes
-    offloading.rates.note_computed(1000 * LEAST_TOKENS, 1000 * LEAST_TOKENS / 8)
+    offloading.rates.note_computed(1000 * MIN_TOKENS, 1000 * MIN_TOKENS / 8)
     for _ in range(8):  # each of them halves the weight of those before
-        num_bytes = 16 * LEAST_BYTES
+        num_bytes = 16 * MIN_BYTES
         offloading.rates.note_restored(level, num_bytes, ratio * num_bytes / block_bytes)
 
 

@@ -22,7 +22,7 @@ from support.offloading import (
 )
 
 from mlx_paged import LLM, SamplingParams, ops
-from mlx_paged.core.kv import keeping
+from mlx_paged.core.kv import write_policy
 from mlx_paged.engine import build
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.staged_blocks import StagedBlockBytes
@@ -31,8 +31,8 @@ from mlx_paged.model.staged_blocks import StagedBlockBytes
 @pytest.fixture(autouse=True)
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SharedBlockBytes", StagedBlockBytes)
-    monkeypatch.setattr(keeping, "LONG_TOKENS", 128)
-    monkeypatch.setattr(keeping, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(write_policy, "LONG_TOKENS", 128)
+    monkeypatch.setattr(write_policy, "MIN_TOKENS", 32)
 
 
 @pytest.mark.one_in(2)

@@ -352,7 +352,7 @@ class FakeEngine:
             for seq in self.scheduler.running:
                 self.scheduler.propose(seq, self.drafter(seq))
         output = self.scheduler.schedule()
-        pauses = any(seq.request.stops for seq in self.scheduler.running)
+        pauses = any(seq.request.boundaries for seq in self.scheduler.running)
         waits = bool(self.scheduler.kv.restorations)
         unfinished = self.scheduler.has_unfinished
         assert output or self.running or pauses or waits or not unfinished, "livelock"

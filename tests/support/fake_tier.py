@@ -14,10 +14,10 @@ from mlx_paged.core import (
     PrefixQuery,
     RestoreRates,
 )
-from mlx_paged.core.kv.keeping import Keeper
-from mlx_paged.core.kv.restore_rates import LEAST_BYTES, LEAST_TOKENS
+from mlx_paged.core.kv.restore_rates import MIN_BYTES, MIN_TOKENS
 from mlx_paged.core.kv.stored import LookUp, StoredPrefix
 from mlx_paged.core.kv.tier import TierOwner
+from mlx_paged.core.kv.write_policy import WritePolicy
 from mlx_paged.errors import IntegrityError
 from support.fake_model import FakeDevice
 
@@ -37,7 +37,7 @@ class FakeTier:
 
     Args:
         num_blocks: Room in host memory, of all groups together.
-        has_disk: Keep what `Keeper` chooses, by its prefix.
+        has_disk: Keep what `WritePolicy` chooses, by its prefix.
 
     Attributes:
         device: To be set before the first block is stored.
@@ -79,7 +79,7 @@ class FakeTier:
     def attach(self, owner: TierOwner) -> None:
         self.memory.attach(owner)
         self._owner = owner
-        self._keeper = Keeper(owner.groups, self._sizes, self._block_size, self._is_kept)
+        self._policy = WritePolicy(owner.groups, self._sizes, self._block_size, self._is_stored)
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         if not self.disk:
@@ -92,9 +92,9 @@ class FakeTier:
 
         return key
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         assert self._owner is not None
-        return self.rates.worth(stored, first, self._owner.groups)
+        return self.rates.num_worth_restoring(stored, first, self._owner.groups)
 
     def on_refused(self) -> None:
         self.rates.note_refusal()
@@ -105,7 +105,7 @@ class FakeTier:
             return
         nodes = tables.tip.path()[:depth]
         named = [node for node in nodes if self._prefix_of(node, 0) is not None]
-        for node, group in self._keeper.choose(tables, len(named)):
+        for node, group in self._policy.choose(tables, len(named)):
             prefix = self._prefix_of(node, group)
             entry = node.entries[group]
             assert prefix is not None and entry
@@ -172,9 +172,9 @@ class FakeTier:
         A few refusals later, nothing is known again.
         """
         self.rates = RestoreRates(self._sizes, self._block_size, _level_of)
-        self.rates.note_computed(LEAST_TOKENS, LEAST_TOKENS / self._block_size)
+        self.rates.note_computed(MIN_TOKENS, MIN_TOKENS / self._block_size)
         for level, ratio in ((Level.MEMORY, memory), (Level.DISK, disk)):
-            num_bytes = 2 * LEAST_BYTES
+            num_bytes = 2 * MIN_BYTES
             self.rates.note_restored(level, num_bytes, ratio * num_bytes / BLOCK_BYTES)
 
     # Inside.
@@ -191,7 +191,7 @@ class FakeTier:
             named.append(token if token < 1 << 31 else self._owner.media_content(token))
         return None if None in named else (salt, tuple(named), group)
 
-    def _is_kept(self, node: PrefixNode, group: int) -> bool:
+    def _is_stored(self, node: PrefixNode, group: int) -> bool:
         return self._prefix_of(node, group) in self.disk
 
     def _read(self, group: int, block: int) -> Any:

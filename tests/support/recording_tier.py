@@ -38,7 +38,7 @@ class RecordingTier:
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         return None
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         return stored.num_blocks
 
     def on_refused(self) -> None:

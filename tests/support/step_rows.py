@@ -79,7 +79,7 @@ class Rows(NamedTuple):
 def rows_of(batch: StepBatch, sequences: SequenceOf[Sequence | None] = ()) -> tuple[Row, ...]:
     """The rows of a batch."""
     rows = []
-    for i, begin in enumerate(batch.begins()):
+    for i, begin in enumerate(batch.query_starts()):
         token_ids = tuple(batch.token_ids[begin : begin + batch.query_lens[i]])
         if batch.input_from[i] >= 0:
             assert token_ids[0] == 0

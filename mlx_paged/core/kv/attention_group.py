@@ -43,7 +43,7 @@ class AttentionGroup(KVCacheGroup):
         if spec is not None and spec.span < 1:
             raise InvalidParameterError("span", "at least 1", spec.span)
         super().__init__(number, num_blocks, block_size, tier, remove)
-        self.sees_everything = spec is None
+        self.is_full_attention = spec is None
         self._first_visible = None if spec is None else spec.first_visible
         # Maximum number of blocks that a row sees.
         self.view_blocks = None if spec is None else (spec.span + block_size - 2) // block_size + 1
@@ -78,7 +78,7 @@ class AttentionGroup(KVCacheGroup):
 
     def usable_depth(self, node: PrefixNode, depth: int) -> int:
         node = node.ancestor(depth)
-        if self.sees_everything:
+        if self.is_full_attention:
             # Leaves are evicted first, so all ancestors of a node on the device are on it too.
             while node.parent is not None and node.entries[self.number] <= ABSENT:
                 node = node.parent
@@ -96,7 +96,7 @@ class AttentionGroup(KVCacheGroup):
         return 0
 
     def usable_stored(self, stored: StoredPrefix, depth: int) -> int:
-        if self.sees_everything:
+        if self.is_full_attention:
             return depth  # a prefix consists of blocks that have content of this group
         while depth:
             first, index = self.first_block(depth * self.block_size), depth
@@ -230,13 +230,13 @@ class AttentionGroup(KVCacheGroup):
 
     def _may_begin_at(self, table: BlockTable, first: int) -> bool:
         """True for an empty window table, which needs no blocks before entry `first`."""
-        return not self.sees_everything and table.first == len(table.blocks) < first
+        return not self.is_full_attention and table.first == len(table.blocks) < first
 
     def compact(self, num_blocks: int, all_tables: Collection[BlockTables]) -> list[BlockCopy]:
         """See `KVManager.compact`."""
         pool = self.pool
         assert pool.num_used < num_blocks, f"{pool.num_used} blocks are used"
-        self.keep_at_most(num_blocks - 1 - pool.num_used)
+        self.limit_cached(num_blocks - 1 - pool.num_used)
         moved = pool.compact(num_blocks)
         for tables in all_tables:
             table = self._table(tables)
@@ -291,10 +291,10 @@ class AttentionGroup(KVCacheGroup):
 
     def make_room_for(self, tables: BlockTables, headroom: int) -> bool:
         table = self._table(tables)
-        most = self._blocks_for(len(tables.tokens))
+        num_blocks = self._blocks_for(len(tables.tokens))
         if self.view_blocks is not None:
-            most = min(most, table.first + self.view_blocks)
-        num_fresh = max(0, most - len(table.blocks)) + len(table.missing)
+            num_blocks = min(num_blocks, table.first + self.view_blocks)
+        num_fresh = max(0, num_blocks - len(table.blocks)) + len(table.missing)
         self.supply(num_fresh)
         if num_fresh + headroom > self.pool.num_available:
             return False
@@ -303,7 +303,7 @@ class AttentionGroup(KVCacheGroup):
     def reserve(self, tables: BlockTables) -> None:
         """Allocates the initial blocks of an admitted sequence, for which there is room."""
         table = self._table(tables)
-        if self.sees_everything:
+        if self.is_full_attention:
             self.allocate_slots(tables, len(tables.tokens))
         elif table.copy_source is not None:
             tables.append(self.number, self.pool.allocate())
@@ -340,7 +340,7 @@ class AttentionGroup(KVCacheGroup):
         if num_fresh <= 0 or num_fresh <= self.pool.num_free:
             return num_tokens
         self.supply(num_fresh)
-        if self.sees_everything and num_fresh > self.pool.num_available:
+        if self.is_full_attention and num_fresh > self.pool.num_available:
             return num_blocks * self.block_size  # all or nothing: evict none if they are too few
         if self.make_room(num_fresh):
             return num_tokens
@@ -448,9 +448,9 @@ class AttentionGroup(KVCacheGroup):
                 tables.exported is not None
                 and list(tables.exported[self.number].blocks) != table.blocks
             ):
-                raise IntegrityError("a table has changed since its last export, and is not marked")
+                raise IntegrityError("a table changed after its last export without being marked")
             if any(table.blocks[: table.first]) or NULL_BLOCK in table.live:
-                raise IntegrityError("block 0 is not just what slid out of a window")
+                raise IntegrityError("a table has block 0 where no block slid out of a window")
             _check_path(tables, table, self.number)
         num_copies = len(self._copying) + len(self._deferred)
         if copying != num_copies:

@@ -19,7 +19,7 @@ from mlx_paged.core.kv.specs import BlockCopy, StateGroupSpec, WindowGroupSpec
 from mlx_paged.core.kv.tables import BlockTables
 
 # Tokens that every group has room for.
-_LEAST_TOKENS = 1024
+_MIN_TOKENS = 1024
 
 
 class DevicePools(Protocol):
@@ -59,14 +59,14 @@ class ElasticKVManager(ForkingKVManager):
         has_states: bool = False,
     ) -> None:
         self._pools = pools
-        self._least = 1 + _LEAST_TOKENS // block_size
+        self._min_blocks = 1 + _MIN_TOKENS // block_size
         self.max_cached_blocks = self.max_snapshots = sys.maxsize
         self.num_compactions = 0
-        states = StateGroupSpec(self._least, keeps_newest=True, on_free=self._drop_state)
+        states = StateGroupSpec(self._min_blocks, keeps_newest=True, on_free=self._drop_state)
         super().__init__(
-            self._least,
+            self._min_blocks,
             block_size,
-            windows=[WindowGroupSpec(self._least, w.span, w.first_visible) for w in windows],
+            windows=[WindowGroupSpec(self._min_blocks, w.span, w.first_visible) for w in windows],
             states=states if has_states else None,
             supply=self._supply,
         )
@@ -104,7 +104,7 @@ class ElasticKVManager(ForkingKVManager):
 
     def _limit_snapshots(self) -> None:
         if self.states is not None:
-            self.states.keep_at_most(self.max_snapshots)
+            self.states.limit_cached(self.max_snapshots)
 
     def _supply(self, number: int, num_blocks: int) -> None:
         pool = self.attention[number].pool
@@ -140,15 +140,15 @@ class ElasticKVManager(ForkingKVManager):
         limit."""
         pool = self.attention[number].pool
         within = max(0, self.max_cached_blocks - 1 - pool.num_used)
-        return max(self._least, 1 + pool.num_used + min(pool.num_cached, within))
+        return max(self._min_blocks, 1 + pool.num_used + min(pool.num_cached, within))
 
     def give_back(self) -> None:
         """Shrinks groups that have much unused memory."""
-        most = self.max_cached_blocks
+        limit = self.max_cached_blocks
         for group in self.attention:
             num_blocks, needed = group.pool.num_blocks, self._needed(group.number)
-            if num_blocks >= 4 * needed or num_blocks > max(most, 2 * needed):
-                self._shrink(group.number, max(needed, min(2 * needed, most)))
+            if num_blocks >= 4 * needed or num_blocks > max(limit, 2 * needed):
+                self._shrink(group.number, max(needed, min(2 * needed, limit)))
         self._limit_snapshots()
 
     def set_limits(self, max_cached_blocks: int, max_snapshots: int) -> None:

@@ -50,12 +50,12 @@ class KVCacheGroup(ABC):
         number: Its index among the groups, and in `PrefixNode.entries`.
         pool: Its blocks or slots.
         num_evictions: Cached blocks evicted to make room.
-        sees_everything: True if a row reads every token before it. A node without an entry in such
-            a group is useless and leaves the tree with everything below it. Sequences only grow in
-            such a group; in the others they release blocks as they advance.
+        is_full_attention: True if a row reads every token before it. A node without an entry in
+            such a group is useless and leaves the tree with everything below it. Sequences only
+            grow in such a group; in the others they release blocks as they advance.
     """
 
-    sees_everything = False
+    is_full_attention = False
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class KVCacheGroup(ABC):
         """
         block = node.entries[self.number]
         key = 0
-        if self.sees_everything or not self.pool.is_passed(block):
+        if self.is_full_attention or not self.pool.is_passed(block):
             key = self._tier.store(node, self.number, block)
         else:
             self._tier.forget(node, self.number)
         if not node.is_indexed:
-            pass  # The tier made room by dropping what the node had of another group.
-        elif not key and self.sees_everything:
+            pass  # To make room, the tier dropped content that removed the node from the tree.
+        elif not key and self.is_full_attention:
             self._remove(node)
         else:
             node.entries[self.number] = -key
@@ -130,7 +130,7 @@ class KVCacheGroup(ABC):
         while (node := self.pool.next_to_evict()) is not None:
             self.evict(node)
 
-    def keep_at_most(self, num_blocks: int) -> None:
+    def limit_cached(self, num_blocks: int) -> None:
         """Evicts until at most `num_blocks` cached blocks are left. No step may be in flight."""
         while self.pool.num_cached > num_blocks:
             node = self.pool.next_to_evict()
@@ -144,7 +144,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def usable_stored(self, stored: StoredPrefix, depth: int) -> int:
-        """The same of a prefix whose content is partly elsewhere."""
+        """Like `usable_depth`, for a prefix whose content is partly elsewhere."""
 
     @abstractmethod
     def view(self, depth: int) -> range:
@@ -272,8 +272,8 @@ class KVCacheGroup(ABC):
         held = {node.entries[self.number]: node for node in holders}
         if len(held) != len(holders):
             raise IntegrityError("two nodes of the prefix tree hold the same block")
-        if self.sees_everything and not all(node.entries[self.number] for node in nodes):
-            raise IntegrityError("a node has nothing of a group that sees everything")
+        if self.is_full_attention and not all(node.entries[self.number] for node in nodes):
+            raise IntegrityError("a node of the prefix tree has no entry for full attention")
         for block in range(self.pool.num_blocks):
             if self.pool.node_of(block) is not held.get(block):
                 raise IntegrityError(f"the pool and the prefix tree disagree about block {block}")

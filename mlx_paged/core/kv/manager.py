@@ -105,8 +105,8 @@ class KVManager:
             self.states = StateGroup(number, states, block_size, tier, self._remove_node)
             self.groups += (self.states,)
         # Full attention evicts whole nodes, so it allocates after the other groups.
-        self._by_eviction = sorted(self.groups, key=lambda group: group.sees_everything)
-        self._advancing = [group for group in self.groups if not group.sees_everything]
+        self._by_eviction = sorted(self.groups, key=lambda group: group.is_full_attention)
+        self._advancing = [group for group in self.groups if not group.is_full_attention]
         self.tree = PrefixTree(block_size, len(self.groups))
         self.prefixes = PrefixFinder(
             self.tree, self.attention, self.states, tier, is_on=enable_prefix_caching
@@ -200,7 +200,7 @@ class KVManager:
     def on_lost(self, node: PrefixNode, group: int) -> None:
         """Clears the entry of content that the tier drops."""
         node.entries[group] = ABSENT
-        if self.groups[group].sees_everything:
+        if self.groups[group].is_full_attention:
             self._remove_node(node)
 
     def media_content(self, token: int) -> tuple[bytes, int] | None:
@@ -363,7 +363,7 @@ class KVManager:
         node, num_tokens = self.match(query).node, len(tables.tokens)
         if node is None or node.depth * self.block_size <= start:
             return start
-        reserving = [group for group in self.attention if group.sees_everything]
+        reserving = [group for group in self.attention if group.is_full_attention]
         num_fresh = self.blocks_for(num_tokens) - node.depth
         # Blocks that it gives up may be in use by a step in flight, so they do not count as room.
         if all(group.make_room(num_fresh) for group in reserving) and node.is_indexed:
@@ -384,7 +384,7 @@ class KVManager:
         for attention in self.attention:
             attention.resume_copy(tables)
 
-    def most_atomic_tokens(self) -> int | None:
+    def max_atomic_tokens(self) -> int | None:
         """Longest span that every group can take in one step; None if there are no windows.
 
         A window group needs room for everything that the span's first row sees, and for the source

@@ -27,7 +27,7 @@ from mlx_paged.core.kv.tree import TOKEN_BYTES, PrefixNode, PrefixQuery
 from mlx_paged.errors import IntegrityError
 
 # Counted for every stored block: a group without layers has none, but its nodes take memory.
-_LEAST_BYTES = 512
+_MIN_BYTES = 512
 # Copies of blocks that are still on the device take up to this part of the quota (1 / n).
 _AHEAD_SHARE = 4
 # Blocks that may wait to be copied; the oldest are given up first.
@@ -73,7 +73,7 @@ class MemoryTier:
         self.num_bytes = self.num_stored = self.num_lost = self.num_skipped = 0
         self.allowance: int | None = None
         self._contents = contents
-        self._block_bytes = tuple(max(size, _LEAST_BYTES) for size in block_bytes)
+        self._block_bytes = tuple(max(size, _MIN_BYTES) for size in block_bytes)
         self._key_bytes = block_size * TOKEN_BYTES
         self._owner: TierOwner | None = None
         self._next_key = 1
@@ -101,7 +101,7 @@ class MemoryTier:
         """See `Tier`. All content is in the prefix tree."""
         return None
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         """See `Tier`. All blocks are worth storing."""
         return stored.num_blocks
 
@@ -139,16 +139,16 @@ class MemoryTier:
     def _has_room_ahead(self, size: int) -> bool:
         return self._num_ahead_bytes + size <= self.capacity // _AHEAD_SHARE
 
-    def copy_ahead(self, most: int) -> int:
+    def copy_ahead(self, max_bytes: int) -> int:
         """Copies blocks that are still on the device; returns how many bytes.
 
         Call it between two steps. No step in flight may write the indexed blocks, and none does.
 
         Args:
-            most: No block is begun after this many bytes.
+            max_bytes: No copy starts after this many bytes.
         """
         num_bytes = 0
-        while num_bytes < most and self.has_pending:
+        while num_bytes < max_bytes and self.has_pending:
             place, _ = self._pending.popitem(last=False)
             size = self._block_bytes[place.group]
             if not self._may_copy(place) or not self._make_room(size) or not self._may_copy(place):
@@ -267,19 +267,19 @@ class MemoryTier:
         self._contents.discard(key)
 
     def check_integrity(self) -> None:
-        """Raises `IntegrityError` if the books disagree with each other or with the tree."""
-        most = self.capacity + self._num_excess_bytes
-        if self.num_bytes != sum(self._sizes.values()) or self.num_bytes > most:
-            raise IntegrityError(f"{self.num_bytes} bytes are stored, of {most}")
+        """Raises `IntegrityError` if the records disagree with each other or with the tree."""
+        limit = self.capacity + self._num_excess_bytes
+        if self.num_bytes != sum(self._sizes.values()) or self.num_bytes > limit:
+            raise IntegrityError(f"{self.num_bytes} bytes are stored, of {limit}")
         for key, (node, group) in self._stored.items():
             if node.entries[group] != -key or not node.is_indexed:
                 raise IntegrityError(f"no node of the prefix tree has content {key}")
         for (node, group), key in self._ahead.items():
             if node.entries[group] <= ABSENT or not node.is_indexed:
-                raise IntegrityError(f"content {key} is of a block that the device does not have")
+                raise IntegrityError(f"content {key} copies a block that the device does not have")
         if self._num_ahead_bytes != sum(self._sizes[key] for key in self._ahead.values()):
             raise IntegrityError(f"{self._num_ahead_bytes} bytes are counted as copied ahead")
         if {*self._stored, *self._pins, *self._ahead.values()} != set(self._sizes):
-            raise IntegrityError("content is kept that is neither stored, pinned nor copied ahead")
+            raise IntegrityError("the tier keeps content that nothing stores, pins or copied ahead")
         if self._stored.keys() - self._pins.keys() != self._oldest.keys():
-            raise IntegrityError("content is in use by a restoration, and may be dropped")
+            raise IntegrityError("pinned content could be dropped to make room")

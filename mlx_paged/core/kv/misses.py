@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mlx_paged.core.kv.tree import TOKEN_TYPE, common_prefix_len, token_bytes
+from mlx_paged.core.media import FIRST_MEDIA_ID
 
 # Maximum prompts to remember, and their total tokens.
 _MAX_PROMPTS = 64
 _MAX_TOKENS = 1 << 21
 # Tokens of each prompt to report where two differ.
 _NUM_TOLD = 8
-_FIRST_MEDIA_ID = 1 << 31
 
 
 class MissReason(StrEnum):
@@ -53,8 +53,8 @@ class CacheMiss:
     detail: str = ""
 
     def for_client(self) -> CacheMiss:
-        """Returns the explanation for the prompt's sender, without other prompts' contents and
-        without other machines.
+        """Returns the explanation for the prompt's sender, without the contents of other prompts
+        and the names of other machines.
 
         Salts separate users, so a prompt under another salt counts as never seen.
         """
@@ -170,7 +170,7 @@ class PromptHistory:
         if reason is MissReason.NEVER_SEEN:
             given = prompt[shared : shared + 1]
             before = () if earlier is None else earlier.tokens[shared : shared + 1]
-            if any(token >= _FIRST_MEDIA_ID for token in (*given, *before)):
+            if any(token >= FIRST_MEDIA_ID for token in (*given, *before)):
                 reason = MissReason.MEDIA if len(given) and len(before) else reason
             elif self.has_other_formats and not shared:
                 reason = MissReason.FORMAT

@@ -131,7 +131,7 @@ class PrefixFinder:
             if usable < depth:
                 stored.shorten(usable)
                 continue
-            worth = self._tier.worth(stored, num_tokens // size)
+            worth = self._tier.num_worth_restoring(stored, num_tokens // size)
             if worth == depth:
                 return PrefixSource(
                     depth,

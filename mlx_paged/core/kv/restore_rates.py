@@ -10,9 +10,9 @@ the engine works. Until both are known, everything is restored::
                                                 |
                                                 computed from here on
 
-A level that is refused is not measured. Each refusal lowers the weight of its past measurements, so
-it is tried again after a few dozen. The same holds for a prefill engine, which may take a few times
-as long, because the sequences here continue to run.
+A refused level is not measured. Each refusal lowers the weight of its past measurements, so it is
+tried again after a few dozen refusals. The same holds for a prefill engine, but that may take a few
+times as long, because this engine's sequences continue to run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mlx_paged.core.kv.stored import StoredPrefix
 from mlx_paged.core.kv.tier import ABSENT
 
 #: Bytes of a level, and tokens of prompts, that must have been measured before a block is refused.
-LEAST_BYTES = 64 << 20
-LEAST_TOKENS = 2048
+MIN_BYTES = 64 << 20
+MIN_TOKENS = 2048
 # Maximum bytes and tokens whose measurements are remembered.
-_MOST_BYTES = 1 << 30
-_MOST_TOKENS = 1 << 16
+_MAX_BYTES = 1 << 30
+_MAX_TOKENS = 1 << 16
 # Factor on the weight of a level's past measurements at a refusal.
 _FADING = 0.9
 # A prefill engine may take this many times as long for a prompt as this engine.
-_MOST_SLOWDOWN = 4
+_MAX_SLOWDOWN = 4
 
 
 class Level(StrEnum):
@@ -48,21 +48,21 @@ class Rate:
     """Seconds per unit, from the latest measurements.
 
     Args:
-        least: Units that must have been measured before the rate counts as known.
-        most: Units whose measurements are remembered.
+        min_amount: Units that must have been measured before the rate counts as known.
+        max_amount: Units whose measurements are remembered.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        self._least = least
-        self._most = most
+    def __init__(self, min_amount: int, max_amount: int) -> None:
+        self._min_amount = min_amount
+        self._max_amount = max_amount
         self._amount = self._seconds = 0.0
 
     def add(self, amount: int, seconds: float) -> None:
         """Adds a measurement. Its amount may be 0: time that passed before any unit was done."""
         self._amount += amount
         self._seconds += seconds
-        if self._amount > self._most:
-            self.fade(self._most / self._amount)
+        if self._amount > self._max_amount:
+            self.fade(self._max_amount / self._amount)
 
     def fade(self, weight: float) -> None:
         """Multiplies the weight of past measurements."""
@@ -72,7 +72,7 @@ class Rate:
     @property
     def seconds(self) -> float | None:
         """Seconds per unit; None if too little is known."""
-        return self._seconds / self._amount if self._amount >= self._least else None
+        return self._seconds / self._amount if self._amount >= self._min_amount else None
 
 
 class RestoreRates:
@@ -90,9 +90,9 @@ class RestoreRates:
         self._block_bytes = tuple(block_bytes)
         self._block_size = block_size
         self._level_of = level_of
-        self._computed = Rate(LEAST_TOKENS, _MOST_TOKENS)
-        self._restored = {level: Rate(LEAST_BYTES, _MOST_BYTES) for level in Level}
-        self._remote = Rate(LEAST_TOKENS, _MOST_TOKENS)  # from a prompt's arrival to its last block
+        self._computed = Rate(MIN_TOKENS, _MAX_TOKENS)
+        self._restored = {level: Rate(MIN_BYTES, _MAX_BYTES) for level in Level}
+        self._remote = Rate(MIN_TOKENS, _MAX_TOKENS)  # from a prompt's arrival to its last block
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Learns from a step that computed mainly prompt tokens."""
@@ -106,21 +106,23 @@ class RestoreRates:
         """Learns from a prompt that another engine has computed, its waits included."""
         self._remote.add(num_tokens, seconds)
 
-    def pays_remotely(self) -> bool:
+    def is_remote_worthwhile(self) -> bool:
         """True unless a prefill engine takes too long for a new prompt. Each refusal counts, so
         call it once per prompt."""
         computed, remote = self._computed.seconds, self._remote.seconds
-        if computed is None or remote is None or remote <= _MOST_SLOWDOWN * computed:
+        if computed is None or remote is None or remote <= _MAX_SLOWDOWN * computed:
             return True
         self._remote.fade(_FADING)
         return False
 
     def note_refusal(self) -> None:
-        """Learns that blocks were computed because of `worth`."""
+        """Learns that blocks were computed because of `num_worth_restoring`."""
         for rate in self._restored.values():
             rate.fade(_FADING)
 
-    def worth(self, stored: StoredPrefix, first: int, groups: Sequence[KVCacheGroup]) -> int:
+    def num_worth_restoring(
+        self, stored: StoredPrefix, first: int, groups: Sequence[KVCacheGroup]
+    ) -> int:
         """Returns how many leading blocks of a prefix a new sequence should not compute.
 
         Args:
@@ -128,20 +130,20 @@ class RestoreRates:
             first: Leading blocks that need no restoration.
 
         Returns:
-            `stored.num_blocks` to restore all of them; `first` or less if nothing pays. In between
-            is the best end by full attention alone, from where other groups may be unable to
-            continue: shorten the prefix, and ask again.
+            `stored.num_blocks` to restore all of them; `first` or less to restore none. A number in
+            between is the best end by full attention alone. Other groups may be unable to continue
+            there, so shorten the prefix and ask again.
         """
         computed, depth = self._computed.seconds, stored.num_blocks
         if computed is None:
             return depth
         # Seconds that are saved by restoring blocks up to some end.
-        saved = most_saved = 0.0
+        saved = max_saved = 0.0
         best = first
         for index in range(first, depth):
             saved += computed * self._block_size - self._seconds(stored, 0, index)
-            if saved > most_saved:
-                best, most_saved = index + 1, saved
+            if saved > max_saved:
+                best, max_saved = index + 1, saved
         if best < depth:
             return best
         # Windows and states, which are needed only at the end.
@@ -149,7 +151,7 @@ class RestoreRates:
             saved -= sum(self._seconds(stored, group.number, i) for i in group.view(depth))
         return depth if saved > 0 else first
 
-    def pays(self, level: Level) -> bool:
+    def is_worthwhile(self, level: Level) -> bool:
         """True unless blocks of full attention are computed faster than a level restores them."""
         computed, restored = self._computed.seconds, self._restored[level].seconds
         if computed is None or restored is None:

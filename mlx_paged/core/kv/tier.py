@@ -42,14 +42,14 @@ class Tier(Protocol):
     """Stores blocks off the device, in host memory or on disk.
 
     Attributes:
-        is_empty: True if no prefix can come back.
+        is_empty: True if no prefix can be restored.
     """
 
     @property
     def is_empty(self) -> bool: ...
 
     def attach(self, owner: TierOwner) -> None:
-        """Connects the tier to a KV manager, which has nothing in it yet."""
+        """Connects the tier to a KV manager that is still empty."""
 
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         """Looks for content that is not in the prefix tree; None if there is none.
@@ -57,7 +57,7 @@ class Tier(Protocol):
         A key that the result returns is valid until the next call of the tier, unless pinned.
         """
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         """Returns how many leading blocks of a prefix come back faster than they are computed.
 
         Args:
@@ -65,15 +65,16 @@ class Tier(Protocol):
             first: Leading blocks that need no restoration.
 
         Returns:
-            `stored.num_blocks` to restore the prefix. Otherwise, a shorter prefix may be worth it,
-            whose blocks of full attention these are; `first` or less if none is.
+            `stored.num_blocks` to restore the whole prefix. A smaller number is the length of a
+            shorter prefix that may be worth restoring, judged by full attention alone; `first` or
+            less if none is.
         """
 
     def on_refused(self) -> None:
-        """Told when a sequence was admitted that computes blocks because of `worth`."""
+        """Called when an admitted sequence computes blocks because of `num_worth_restoring`."""
 
     def settle(self, tables: BlockTables, depth: int) -> None:
-        """Told when a sequence has computed its prompt, and before its blocks are released.
+        """Called when a sequence has computed its prompt, and before its blocks are released.
 
         The tier may copy its indexed blocks, now or later: to have them after a restart, or so that
         their eviction takes no time.
@@ -87,7 +88,7 @@ class Tier(Protocol):
 
         No step in flight reads or writes the block. It may be reused as soon as this returns, so a
         tier must read it before the next step is launched. To make room, a tier may drop other
-        content, and `node` itself may leave the tree thereby; then nothing is stored.
+        content. If that removes `node` itself from the tree, nothing is stored.
 
         Args:
             node: The prefix that the block belongs to; `PrefixNode.path` has the tokens as keys.
@@ -98,7 +99,7 @@ class Tier(Protocol):
         """
 
     def forget(self, node: PrefixNode, group: int) -> None:
-        """Told when the device drops or replaces a block without `store`.
+        """Called when the device drops or replaces a block without `store`.
 
         A copy that the tier made of it ahead of its eviction is useless now.
         """
@@ -127,7 +128,7 @@ class DropTier:
     def look_up(self, query: PrefixQuery) -> LookUp | None:
         return None
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         return stored.num_blocks
 
     def on_refused(self) -> None:

@@ -120,8 +120,8 @@ class PrefixNode:
         keys: Sequence[bytes] = (
             tuple(self.children) if self.sorted_keys is None else self.sorted_keys
         )
-        place = bisect_left(keys, wanted)
-        for key in keys[max(0, place - 1) : place + 1]:
+        index = bisect_left(keys, wanted)
+        for key in keys[max(0, index - 1) : index + 1]:
             length = common_prefix_len(key, wanted)
             if length > best_len:
                 best, best_len = key, length
@@ -318,8 +318,8 @@ class PrefixTree:
     def covers(self, node: PrefixNode, key: bytes) -> bool:
         """True if a child of `node` begins with all of `key`."""
         keys = tuple(node.children) if node.sorted_keys is None else node.sorted_keys
-        place = bisect_left(keys, key)  # keys that begin with `key` follow it
-        return place < len(keys) and keys[place].startswith(key)
+        index = bisect_left(keys, key)  # keys that begin with `key` follow it
+        return index < len(keys) and keys[index].startswith(key)
 
     def tail_within(self, child: PrefixNode) -> PrefixNode | None:
         """Returns the sibling whose tokens the new `child` begins with, or None. It is now
@@ -329,10 +329,10 @@ class PrefixTree:
         if parent.sorted_keys is None:
             return None
         # Any key sorted between the two would also begin with the shorter one.
-        place = bisect_left(parent.sorted_keys, child.key) - 1
-        if place < 0 or not child.key.startswith(parent.sorted_keys[place]):
+        index = bisect_left(parent.sorted_keys, child.key) - 1
+        if index < 0 or not child.key.startswith(parent.sorted_keys[index]):
             return None
-        return parent.children[parent.sorted_keys[place]]
+        return parent.children[parent.sorted_keys[index]]
 
     def remove(self, node: PrefixNode) -> None:
         """Removes a leaf that holds no blocks."""
@@ -401,24 +401,26 @@ class PrefixTree:
                 return tables
         return None
 
-    def computed_by(self, node: PrefixNode, wanted: bytes, least: int) -> tuple[Filler | None, int]:
+    def computed_by(
+        self, node: PrefixNode, wanted: bytes, min_tokens: int
+    ) -> tuple[Filler | None, int]:
         """Returns the running sequence that has computed the most tokens of `wanted` after `node`,
         and how many.
 
-        Returns (None, 0) if there are fewer than `least`. Skips sequences that have computed
+        Returns (None, 0) if there are fewer than `min_tokens`. Skips sequences that have computed
         nothing yet, because their initial copy may still be pending.
         """
         start = node.depth * self.block_size
         best = None
         for tables in node.fillers or ():
             end = tables.num_computed_tokens
-            if end - start < least or end == tables.num_cached_tokens:
+            if end - start < min_tokens or end == tables.num_cached_tokens:
                 continue
             computed = token_bytes(tables.tokens[start:end])
             length = common_prefix_len(computed, wanted)
-            if length >= least:
-                best, least = tables, length + 1
-        return (None, 0) if best is None else (best, least - 1)
+            if length >= min_tokens:
+                best, min_tokens = tables, length + 1
+        return (None, 0) if best is None else (best, min_tokens - 1)
 
     def _drop_idle_root(self, node: PrefixNode) -> None:
         """Drops a root without children and fillers, so an unused salt costs nothing."""
@@ -436,7 +438,7 @@ class PrefixTree:
             num_nodes += 1
             where = f"node of entries {node.entries} at depth {node.depth}"
             if not node.is_indexed or not any(node.entries):
-                raise IntegrityError(f"{where} is in the tree, and holds nothing")
+                raise IntegrityError(f"{where} is in the tree but holds nothing")
             if parent.children.get(node.key) is not node:
                 raise IntegrityError(f"{where} is not filed under its tokens")
             num_bytes, is_leaf = len(node.key), not (node.children or node.fillers)

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from mlx_paged.core import BlockTables, PrefixNode, PrefixQuery
-from mlx_paged.core.kv.keeping import Keeper
 from mlx_paged.core.kv.stored import LookUp
 from mlx_paged.core.kv.tier import TierOwner
+from mlx_paged.core.kv.write_policy import WritePolicy
 from mlx_paged.engine.offload.buffers import Buffers
 from mlx_paged.engine.offload.names import PrefixNames
 from mlx_paged.model.block_bytes import Bytes
@@ -49,7 +49,7 @@ class DiskLevel:
         self._block_bytes = block_bytes
         self._copy_out = copy_out
         self._buffers = buffers
-        self._keeper = Keeper(owner.groups, block_bytes, block_size, self._is_kept)
+        self._policy = WritePolicy(owner.groups, block_bytes, block_size, self._is_stored)
         # Blocks that wait to be written, oldest first.
         self._pending: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()
         # Digest and group of blocks that are being copied.
@@ -87,12 +87,12 @@ class DiskLevel:
         tip = tables.tip
         if tip is None or self._store.is_paused:
             return
-        for pair in self._keeper.choose(tables, min(depth, self._names.name(tip))):
+        for pair in self._policy.choose(tables, min(depth, self._names.name(tip))):
             self._pending[pair] = None
         while len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
 
-    def _is_kept(self, node: PrefixNode, group: int) -> bool:
+    def _is_stored(self, node: PrefixNode, group: int) -> bool:
         return (node, group) in self._pending or self.has(node, group)
 
     def has(self, node: PrefixNode, group: int) -> bool:

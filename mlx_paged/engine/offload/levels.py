@@ -66,10 +66,10 @@ class Levels:
             return on_disk or remote
         return lambda group, index: remote(group, index) or on_disk(group, index)
 
-    def worth(self, stored: StoredPrefix, first: int) -> int:
+    def num_worth_restoring(self, stored: StoredPrefix, first: int) -> int:
         """See `Tier`."""
         assert self._owner is not None
-        return self._rates.worth(stored, first, self._owner.groups)
+        return self._rates.num_worth_restoring(stored, first, self._owner.groups)
 
     def on_refused(self) -> None:
         """See `Tier`."""
@@ -79,9 +79,9 @@ class Levels:
         """See `Tier`. Blocks are not kept in a level that they would not be restored from."""
         if self.prefilling is not None:
             self.prefilling.settle(tables, depth)
-        if self._rates.pays(Level.MEMORY):
+        if self._rates.is_worthwhile(Level.MEMORY):
             self.memory.settle(tables, depth)
-        if self.disk is not None and self._rates.pays(Level.DISK):
+        if self.disk is not None and self._rates.is_worthwhile(Level.DISK):
             self.disk.settle(tables, depth)
 
     @property
@@ -110,7 +110,7 @@ class Levels:
         is_hurried = self.memory.allowance is not None
         if is_hurried and self.disk is not None and self.disk.has(node, group):
             return False
-        return self._rates.pays(Level.MEMORY)
+        return self._rates.is_worthwhile(Level.MEMORY)
 
     def forget(self, node: PrefixNode, group: int) -> None:
         """See `Tier`."""

@@ -123,7 +123,7 @@ class RemoteLevel:
             return
         if self._receiver.is_paused:
             request.transfer_failure = "the prefill engine failed a moment ago"
-        elif not self._rates.pays_remotely():
+        elif not self._rates.is_remote_worthwhile():
             request.transfer_failure = "the prefill engine is too slow at the moment"
         else:
             self._start(request, query, names, first_block)
@@ -150,7 +150,7 @@ class RemoteLevel:
     def _may_be_sent(self, request: Request) -> bool:
         """True if the other engine can compute the prompt: it only gets tokens."""
         is_text = request.prompt_media is None and request.adapter is None
-        return is_text and request.read_prefix_cache and not request.stops
+        return is_text and request.read_prefix_cache and not request.boundaries
 
     def _start(
         self, request: Request, query: PrefixQuery, names: list[bytes], first_block: int

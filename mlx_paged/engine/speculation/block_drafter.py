@@ -186,7 +186,7 @@ def _features(
     source = np.full(len(batch.token_ids), num_states, dtype=np.int32)  # a row of zeros
     marks = np.empty((len(batch.token_ids), 1), dtype=np.float32)
     lens = batch.query_lens
-    for begin, length, first, member in zip(batch.begins(), lens, firsts, members):
+    for begin, length, first, member in zip(batch.query_starts(), lens, firsts, members):
         count = len(member.token_ids)
         source[begin : begin + count] = np.arange(first, first + count)
         marks[begin : begin + count] = 1

@@ -1,4 +1,4 @@
-"""Keeper: chooses the blocks worth writing to disk when a sequence reaches the end of a turn.
+"""WritePolicy: chooses the blocks worth writing to disk when a sequence reaches the end of a turn.
 
 Writing wears out a disk, so only prefixes that were used twice or are long are written. A write
 creates a *point* from which every group can continue: all blocks of full attention before it, the
@@ -19,19 +19,19 @@ from mlx_paged.core.kv.tree import PrefixNode
 #: Prefixes of at least this many tokens are written at first use.
 LONG_TOKENS = 2048
 #: Minimum new tokens worth writing.
-LEAST_TOKENS = 256
+MIN_TOKENS = 256
 # Maximum bytes of a point's windows and states, as a multiple of the bytes of its new tokens.
 _MAX_POINT_COST = 2
 # Minimum new tokens of a point of a model without attention.
 _STATE_TOKENS = 1024
 
 
-class Keeper:
+class WritePolicy:
     """Chooses blocks of one KV manager.
 
     Args:
         block_bytes: Bytes of a block of each group.
-        is_kept: Returns True if a node's content of a group is on disk, or being written.
+        is_stored: Returns True if a node's content of a group is on disk, or being written.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Keeper:
         groups: Sequence[KVCacheGroup],
         block_bytes: Sequence[int],
         block_size: int,
-        is_kept: Callable[[PrefixNode, int], bool],
+        is_stored: Callable[[PrefixNode, int], bool],
     ) -> None:
         self._groups = groups
         self._block_bytes = block_bytes
         self._block_size = block_size
-        self._is_kept = is_kept
+        self._is_stored = is_stored
         # A pool has a block of each of these groups for every block of tokens.
         self._bytes_per_block = sum(
             num_bytes
@@ -63,7 +63,7 @@ class Keeper:
         depth = min(depth, tip.depth)
         if depth * size < LONG_TOKENS:
             depth = min(depth, tables.num_cached_tokens // size)
-        if depth * size < LEAST_TOKENS:
+        if depth * size < MIN_TOKENS:
             return []
         nodes = tip.ancestor(depth).path()
         prefix = StoredPrefix(nodes, None)
@@ -76,14 +76,14 @@ class Keeper:
             (nodes[index], group.number)
             for group in self._groups
             for index in (group.view(depth) if depth else ())
-            if not self._is_kept(nodes[index], group.number)
+            if not self._is_stored(nodes[index], group.number)
         ]
         num_new = sum(number == 0 for _, number in new)
         return new if self._is_worthwhile(new, num_new, depth) else []
 
     def _is_worthwhile(self, new: list[tuple[PrefixNode, int]], num_new: int, depth: int) -> bool:
         size = self._block_size
-        if num_new * size < LEAST_TOKENS:
+        if num_new * size < MIN_TOKENS:
             return False
         if not self._bytes_per_block:
             return num_new == depth or num_new * size >= _STATE_TOKENS

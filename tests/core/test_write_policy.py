@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.core import BlockTables, KVManager, PrefixNode, StateGroupSpec, WindowGroupSpec
-from mlx_paged.core.kv.keeping import Keeper
+from mlx_paged.core.kv.write_policy import WritePolicy
 
 SIZE = 32
 
@@ -20,12 +20,12 @@ class Kept:
 
     def __init__(self, block_bytes: Sequence[int], **options: Any) -> None:
         self.kv = KVManager(400, SIZE, **options)
-        self.keeper = Keeper(self.kv.groups, block_bytes, SIZE, self._is_kept)
+        self.policy = WritePolicy(self.kv.groups, block_bytes, SIZE, self._is_stored)
         self.blocks: set[tuple[int, int]] = set()
         self._nodes: set[tuple[PrefixNode, int]] = set()
         self._step = 0
 
-    def _is_kept(self, node: PrefixNode, group: int) -> bool:
+    def _is_stored(self, node: PrefixNode, group: int) -> bool:
         return (node, group) in self._nodes
 
     def turn(self, tokens: Sequence[int], *, depth: int | None = None) -> dict[int, int]:
@@ -34,7 +34,7 @@ class Kept:
         assert tables is not None
         while tables.num_computed_tokens < len(tokens):
             self._advance(tables, len(tokens))
-        new = self.keeper.choose(tables, len(tokens) // SIZE if depth is None else depth)
+        new = self.policy.choose(tables, len(tokens) // SIZE if depth is None else depth)
         self._nodes.update(new)
         self.blocks.update((node.depth * SIZE, group) for node, group in new)
         self.kv.free(tables)
@@ -105,7 +105,7 @@ def test_without_a_point_to_continue_from_nothing_is_written() -> None:
     assert tables is not None
     while tables.num_computed_tokens < 2048:
         disk._advance(tables, 2048)
-    assert disk.keeper.choose(tables, 63) == []  # the only snapshot is after 64
+    assert disk.policy.choose(tables, 63) == []  # the only snapshot is after 64
     disk.kv.free(tables)
 
 
