@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 _TOKEN = re.compile(
     r"""(?P<marker>^\#\ \d+\ "[^"\n]*"[^\n]*$)
@@ -17,6 +17,7 @@ _TOKEN = re.compile(
     re.MULTILINE | re.VERBOSE,
 )
 _MARKER = re.compile(r'# (\d+) "([^"]*)"')
+_CODE = frozenset({"name", "number", "string", "punctuation"})
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -30,13 +31,13 @@ class Attribute:
     arguments: str
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     kind: str  # marker, pragma, space, name, number, string, punctuation or attribute
     text: str
     file: str
     line: int
-    attributes: list[Attribute] = field(default_factory=list)
+    attributes: Sequence[Attribute] = ()
 
     @property
     def place(self) -> str:
@@ -44,7 +45,7 @@ class Token:
 
     @property
     def is_code(self) -> bool:
-        return self.kind in ("name", "number", "string", "punctuation")
+        return self.kind in _CODE
 
     def drop(self) -> None:
         """Takes the token out of the text; lines stay where they are."""
@@ -55,13 +56,14 @@ def tokens(text: str) -> list[Token]:
     """All tokens; [[...]] becomes one token of kind `attribute` and leaves the text."""
     found, file, line = [], "<source>", 1
     for match in _TOKEN.finditer(text):
-        kind, piece = str(match.lastgroup), match[0]
+        kind, piece = match.lastgroup or "", match[0]
         if kind == "marker":
             parts = _MARKER.match(piece)
             assert parts
             file, line = unescape(parts[2]), int(parts[1]) - 1  # the newline that follows counts
         found.append(Token(kind, piece, file, line))
-        line += piece.count("\n")
+        if kind == "space":  # no other token has newlines
+            line += piece.count("\n")
     _fold_attributes(found)
     return found
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mlx_paged.engine.gc_pause import gc_paused
+
 from . import abi, toolchain
 from .abi import Buffer, Report, SimFault, SimLaunchError
 from .coverage import Coverage
@@ -92,7 +94,8 @@ class SimLibrary:
         ]
         try:
             text = toolchain.preprocess(source, name, include, defines or {})
-            self.translation: Translation = translate(text, tensor_layout)
+            with gc_paused():  # a collection walks all tokens, and takes as long as reading them
+                self.translation: Translation = translate(text, tensor_layout)
         except (toolchain.ToolError, MetalError) as error:
             raise SimCompileError(self._readable(str(error))) from error
         self._units: dict[str, _Unit] = {}
@@ -209,7 +212,8 @@ class SimLibrary:
             ir = toolchain.front_end(self.translation.text, entries, precompile=not is_first)
         except toolchain.ToolError as error:
             raise SimCompileError(self._readable(str(error))) from error
-        result = instrument(ir, self.translation.files)
+        with gc_paused():
+            result = instrument(ir, self.translation.files)
         if result.refused:
             raise SimCompileError(self._readable("\n".join(result.refused)))
         toolchain.link(result.text, _tables(result, names, self._shown), library)
