@@ -8,26 +8,23 @@ tells it, so both know that they see the same memory before any block is sent.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hmac
 import logging
 import os
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from mlx_paged import private_folder
 from mlx_paged.transfer.memory import TOKEN_BYTES, MemoryView, SharedMemory, sight_of
 from mlx_paged.transfer.wire import TO_GREET, Connection, Welcome, WireError
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "mlx-paged-kv-"
 _YES = b"\1"
 
 
@@ -44,18 +41,16 @@ def listen(backlog: int) -> tuple[socket.socket, bytes]:
 
 
 def _listen_without_file(backlog: int) -> tuple[socket.socket, bytes]:
-    return _listening(b"\0" + (_PREFIX + secrets.token_hex(16)).encode(), backlog)
+    return _listening(b"\0" + f"mlx-paged-kv-{secrets.token_hex(16)}".encode(), backlog)
 
 
 def _listen_at_file(backlog: int) -> tuple[socket.socket, bytes]:
-    folder = Path(tempfile.gettempdir())
-    for path in folder.glob(f"{_PREFIX}*"):
-        if _is_left_over(path):  # by a process that was killed
-            path.unlink(missing_ok=True)
-    path = folder / (_PREFIX + secrets.token_hex(8))
-    sock, name = _listening(os.fsencode(path), backlog)
-    path.chmod(0o600)
-    return sock, name
+    folder = private_folder.make()
+    try:
+        return _listening(os.fsencode(folder / "kv.sock"), backlog)
+    except OSError:
+        private_folder.remove(folder)
+        raise
 
 
 def _listening(name: bytes, backlog: int) -> tuple[socket.socket, bytes]:
@@ -69,21 +64,10 @@ def _listening(name: bytes, backlog: int) -> tuple[socket.socket, bytes]:
     return sock, name
 
 
-def _is_left_over(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.settimeout(TO_GREET)
-            sock.connect(str(path))
-        except OSError as error:
-            return error.errno == errno.ECONNREFUSED
-    return False
-
-
 def forget(name: bytes) -> None:
     """Removes the file of a socket that was closed, if it has one."""
-    if not name.startswith(b"\0"):
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+    if name and not name.startswith(b"\0"):
+        private_folder.remove(Path(os.fsdecode(name)).parent)
 
 
 # The memory.

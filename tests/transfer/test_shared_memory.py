@@ -555,22 +555,38 @@ def test_named_memory_and_sockets_leave_no_name(
     monkeypatch.setattr(local, "listen", local._listen_at_file)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    # A process that was killed has left a socket, and another one listens.
-    left, _ = local._listen_at_file(1)
-    left_at = next(tmp_path.iterdir())
-    left.close()
-    running, running_name = local._listen_at_file(1)
-    assert not left_at.exists()
+    # One server was killed, and another one listens.
+    processes = [child(_LISTENS_AT_FILE, tmp_path) for _ in range(2)]
+    try:
+        left, running = (Path(line_of(process)) for process in processes)
+        kill(processes[0])
+        check_named_memory_and_sockets(tmp_path, left, running)
+    finally:
+        for process in processes:
+            kill(process)
+    if before:
+        assert not [n for n in set(os.listdir("/dev/shm")) - before if n.startswith("mlxp")]
+
+
+_LISTENS_AT_FILE = """
+tempfile.tempdir = sys.argv[1]
+sock, name = local._listen_at_file(1)
+print(os.fsdecode(name), flush=True)
+sys.stdin.readline()
+"""
+
+
+def check_named_memory_and_sockets(folder: Path, left: Path, running: Path) -> None:
+    assert left.is_socket() and running.is_socket()
     origin = Origin()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert running.is_socket() and not left.parent.exists()
+    assert len(list(folder.iterdir())) == 2
+    assert Path(os.fsdecode(origin.server._local_name)).parent.stat().st_mode & 0o777 == 0o700
     asked = Asked(origin.server.port)
     origin.prompts.add(0)
     block = asked.take(0)
     assert block.is_shared and bytes(block.data) == content_of(0)
     block.release()
-    if before:
-        assert not [n for n in set(os.listdir("/dev/shm")) - before if n.startswith("mlxp")]
     asked.close()
     origin.server.close()
-    assert [os.fsencode(path) for path in tmp_path.iterdir()] == [running_name]
-    running.close()
+    assert list(folder.iterdir()) == [running.parent]

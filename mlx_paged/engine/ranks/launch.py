@@ -18,7 +18,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import private_folder
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.life import Follower
 from mlx_paged.environment import kept_environment
@@ -108,7 +108,7 @@ def split(
     try:
         return join(own, "ring", wait)
     finally:
-        path.unlink(missing_ok=True)
+        private_folder.remove(path.parent)
 
 
 def ring_hosts(size: int, backend: str) -> list[str]:
@@ -195,16 +195,15 @@ def visible_gpus() -> list[str]:
 
 def _host_file(addresses: Sequence[tuple[str, int]]) -> Path:
     """Writes a ring's host file: (host, port) per rank. The caller removes it."""
-    handle, name = tempfile.mkstemp(prefix="mlx-paged-ranks-", suffix=".json")
-    with os.fdopen(handle, "w") as file:
-        json.dump([[f"{host}:{port}"] for host, port in addresses], file)
-    return Path(name)
+    path = private_folder.make() / "hosts.json"
+    path.write_text(json.dumps([[f"{host}:{port}"] for host, port in addresses]))
+    return path
 
 
 def remove_host_file(environment: Mapping[str, str]) -> None:
     """Removes the file of `start`, once all ranks have joined."""
     if "MLX_HOSTFILE" in environment:
-        Path(environment["MLX_HOSTFILE"]).unlink(missing_ok=True)
+        private_folder.remove(Path(environment["MLX_HOSTFILE"]).parent)
 
 
 def free_ports(count: int, host: str = _LOOPBACK) -> list[int]:

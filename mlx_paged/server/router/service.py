@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from prometheus_client import Gauge
 
+from mlx_paged import private_folder
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.quiet_gc import QuietGC
@@ -57,8 +56,7 @@ class RouterService:
         keeps_spare: bool = False,
     ) -> None:
         self._entry = entry
-        # Private to this user, and short: a Unix socket's path is limited to about 100 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="mlx-paged-"))
+        self._folder = private_folder.make()  # of the processes' sockets
         self._numbers = itertools.count()
         self._background: dict[Replica, list[Lease]] = {}
         self._pool = ModelPool(specs, self._start, budget=budget, max_waiting=max_waiting)
@@ -89,7 +87,7 @@ class RouterService:
         """See `Service`."""
         await self._pool.close(seconds)
         await self._spare.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        private_folder.remove(self._folder)
 
     async def watch(self, address: str) -> int | None:
         """Preloads models. Keeps running if one of several fails."""
