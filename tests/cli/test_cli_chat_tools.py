@@ -6,11 +6,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support import mcp_server
+from support.mcp_files import MCP_SERVER
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, running, until
 from support.tmux import PROGRAM, home, needs_tmux, terminal
@@ -26,7 +25,7 @@ from mlx_paged.errors import MlxPagedError
 from mlx_paged.mcp import ServerSpec, read_arguments, read_config
 from mlx_paged.server.config import ServerConfig
 
-SERVER = str(Path(mcp_server.__file__))
+SERVER = str(MCP_SERVER)
 SPEC = ServerSpec("test", sys.executable, (SERVER,), {"SECRET": "told"})
 
 

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 from playwright.sync_api import Page, expect
-from support import mcp_server
+from support.mcp_files import MCP_SERVER, PIXEL
 from support.page_helpers import answered, in_browser, send, visiting
 from support.page_quality import AT_ALL_WIDTHS, check_look
 from support.scripted_engine import ScriptedEngine
@@ -27,7 +27,7 @@ from mlx_paged.server.config import ServerConfig
 def config_file(folder: Path) -> str:
     path = folder / "mcp.json"
     servers = {
-        "test": {"command": sys.executable, "args": [str(Path(mcp_server.__file__))]},
+        "test": {"command": sys.executable, "args": [str(MCP_SERVER)]},
         "missing": {"command": "no-such-program"},
     }
     path.write_text(json.dumps({"mcpServers": servers}))
@@ -276,7 +276,7 @@ def test_pictures_of_a_result_are_shown_and_kept(server, page) -> None:
     with page.expect_download() as download:
         page.get_by_role("button", name="Export all").click()
     [chat] = json.loads(Path(download.value.path()).read_text())["chats"]
-    assert [record["data"] for record in chat["media"]] == [mcp_server.PIXEL]
+    assert [record["data"] for record in chat["media"]] == [PIXEL]
     file = {"name": "x.json", "mimeType": "application/json"}
     page.locator("#import-file").set_input_files(
         {**file, "buffer": Path(download.value.path()).read_bytes()}

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
+from support.lazy_module import LazyModule
 from support.server_helpers import RunningServer, running, until, validate
 
 from mlx_paged.server.batches.manager import Results
@@ -21,6 +21,8 @@ from mlx_paged.server.batches.messages import MessageBatch, MessageBatchList, _r
 from mlx_paged.server.batches.splitter import RequestSplitter
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
+
+anthropic: Any = LazyModule("anthropic")
 
 LIMIT = 8 << 20  # bytes
 

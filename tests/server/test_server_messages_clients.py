@@ -9,11 +9,10 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
-import anthropic
 import httpx
 import pytest
-from anthropic import beta_tool
 from pydantic import BaseModel
+from support.lazy_module import LazyModule
 from support.messages_helpers import ANSWERS, error_of, message_events
 from support.scripted_engine import ScriptedEngine
 from support.server_helpers import ENGINE, RunningServer, drained, running
@@ -21,6 +20,8 @@ from support.server_helpers import ENGINE, RunningServer, drained, running
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import unavailable
 from mlx_paged.server.generation import Generation, Piece
+
+anthropic: Any = LazyModule("anthropic")
 
 MODEL = "mlx-paged-demo"
 ASK: Any = [{"role": "user", "content": "What is the weather in Oslo?"}]
@@ -134,7 +135,7 @@ def test_a_turn_with_a_tool(client, engine) -> None:
 def test_the_tool_runner(client, engine) -> None:
     asked = []
 
-    @beta_tool
+    @anthropic.beta_tool
     def get_weather(city: Literal["Oslo", "Rome"]) -> str:
         """The weather of a city.
 

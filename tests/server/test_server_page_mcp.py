@@ -10,13 +10,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
-from support import mcp_server
+from support.mcp_files import MCP_SERVER, PIXEL
 from support.page_helpers import Visitor, answered, in_browser, send, visiting
 from support.page_quality import AT_ALL_WIDTHS, check_escape, check_keys, check_look
 from support.scripted_engine import ScriptedEngine
@@ -34,7 +33,7 @@ from mlx_paged.server.config import ServerConfig
 def mcp_url(tmp_path_factory) -> Iterator[str]:
     """URL of a server with streamable HTTP."""
     port = tmp_path_factory.mktemp("mcp") / "port"
-    command = [sys.executable, str(Path(mcp_server.__file__)), str(port)]
+    command = [sys.executable, str(MCP_SERVER), str(port)]
     with subprocess.Popen(command) as process:
         try:
             until(lambda: (port.exists() and port.read_text()) or process.poll() is not None)
@@ -128,7 +127,7 @@ def test_a_server_of_the_page_offers_tools_prompts_and_resources(server, mcp_url
         [contents] = answer.json()["contents"]
         assert (contents["text"], contents["type"]) == ("Buy a ladder.", "text/plain")
         answer = client.post("/mcp/resource", json={"server": mine, "uri": "pixel://red"})
-        assert answer.json()["contents"][0]["data"] == mcp_server.PIXEL
+        assert answer.json()["contents"][0]["data"] == PIXEL
 
 
 def test_a_result_of_two_megabytes_is_cut(server, mcp_url) -> None:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import anthropic
 import httpx
 import openai
 import pytest
 import yaml
+from support.lazy_module import LazyModule
 from support.routers import Router, running_router
 from support.server_helpers import until
 from support.waiting import TIMEOUT
@@ -25,6 +25,8 @@ from mlx_paged.demo import model_path
 from mlx_paged.server import rate_limits
 from mlx_paged.server.router.link import ACCOUNT, BACKGROUND
 from mlx_paged.server.router.transport import Upstream
+
+anthropic: Any = LazyModule("anthropic")
 
 PLAIN, RESPONSES = "/v1/completions", "/v1/responses"
 PROMPT = {"prompt": [5] * 10, "max_tokens": 4, "ignore_eos": True, "temperature": 0}

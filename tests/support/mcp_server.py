@@ -12,12 +12,9 @@ import time
 from pathlib import Path
 
 from mcp.server.mcpserver import Image, MCPServer
+from mcp_files import PIXEL  # beside this script
 
 server = MCPServer("test")
-PIXEL = (  # a PNG
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
-    "gg=="
-)
 
 
 @server.tool()
