@@ -91,7 +91,7 @@ def chromium() -> Iterator[Browser]:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
             args=[
-                "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--in-process-gpu",
                 f"--host-resolver-rules=MAP {FOREIGN_HOST} 127.0.0.1",
             ],
         )  # fmt: skip
