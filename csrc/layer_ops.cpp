@@ -25,6 +25,32 @@ namespace mlx_paged {
 
 namespace {
 
+// Names of the activation dtypes that this processor supports.
+std::vector<std::string> activations() {
+  std::vector<std::string> names{"float32", "int8"};
+  if (cpu::kernels().rounded.bfloat.product) {
+    names.insert(names.begin() + 1, "bfloat16");
+  }
+  return names;
+}
+
+}  // namespace
+
+Activations activations_named(const Validator& v, const std::string& name) {
+  auto names = activations();
+  std::string expected;
+  for (const auto& known : names) {
+    expected += (expected.empty() ? "" : ", ") + known;
+  }
+  bool is_known = std::find(names.begin(), names.end(), name) != names.end();
+  v.require(is_known, "activations", "one of " + expected + " on this processor", name);
+  return name == "int8"       ? Activations::int8
+         : name == "bfloat16" ? Activations::bfloat16
+                              : Activations::float32;
+}
+
+namespace {
+
 mx::array rope_rotations(
     const mx::array& positions, const mx::array& inv_freqs, float scale, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
@@ -195,28 +221,6 @@ mx::array sampling_thresholds(
       {num_rows}, mx::float32, std::make_shared<SamplingThresholds>(s),
       {dense(logits, s), dense(largest, s), dense(temperature, s), dense(floors, s),
        dense(top_k, s), dense(top_p, s)});
-}
-
-// Names of the activation dtypes that this processor supports.
-std::vector<std::string> activations() {
-  std::vector<std::string> names{"float32", "int8"};
-  if (cpu::kernels().rounded.bfloat.product) {
-    names.insert(names.begin() + 1, "bfloat16");
-  }
-  return names;
-}
-
-Activations activations_named(const Validator& v, const std::string& name) {
-  auto names = activations();
-  std::string expected;
-  for (const auto& known : names) {
-    expected += (expected.empty() ? "" : ", ") + known;
-  }
-  bool is_known = std::find(names.begin(), names.end(), name) != names.end();
-  v.require(is_known, "activations", "one of " + expected + " on this processor", name);
-  return name == "int8"       ? Activations::int8
-         : name == "bfloat16" ? Activations::bfloat16
-                              : Activations::float32;
 }
 
 // Leaves weights that would have to be made dense in every step to MLX.

@@ -173,9 +173,10 @@ mx::array paged_attention(
     const mx::array& positions, const mx::array& block_tables, const mx::array& work_items,
     const mx::array& merge_items, float scale, int window, float softcap,
     const std::optional<mx::array>& sinks, const std::optional<mx::array>& alibi_slopes,
-    mx::StreamOrDevice s_) {
+    const std::string& activations, mx::StreamOrDevice s_) {
   auto s = mx::to_stream(s_);
   Validator v("paged_attention");
+  auto rounding = activations_named(v, activations);
   v.pools(key_pool, value_pool, s);
   bool has_bounds = positions.ndim() == 2 && positions.shape(0) == 3;
   if (!has_bounds) {
@@ -230,7 +231,7 @@ mx::array paged_attention(
   note_attention_layer(layer_of(queries, key_pool, value_pool, paged::features_of(of_step)));
   return mx::array(
       {queries.shape(0), num_q_heads, value_dim}, queries.dtype(),
-      std::make_shared<PagedAttention>(s, options), std::move(inputs));
+      std::make_shared<PagedAttention>(s, options, rounding), std::move(inputs));
 }
 
 mx::array apply_token_bitmask(
@@ -514,7 +515,7 @@ void bind_kernel_ops(nb::module_& m) {
       "paged_attention", &paged_attention, "queries"_a, "key_pool"_a, "value_pool"_a, "positions"_a,
       "block_tables"_a, "work_items"_a, "merge_items"_a, nb::kw_only(), "scale"_a, "window"_a = 0,
       "softcap"_a = 0.0f, "sinks"_a = nb::none(), "alibi_slopes"_a = nb::none(),
-      "stream"_a = nb::none());
+      "activations"_a = "float32", "stream"_a = nb::none());
   m.def(
       "apply_token_bitmask", &apply_token_bitmask, "logits"_a, "bitmask"_a, "rows"_a, nb::kw_only(),
       "stream"_a = nb::none());

@@ -153,8 +153,10 @@ class PagedAttention : public KernelNode {
  public:
   enum { kQueries, kKeyPool, kValuePool, kPositions, kTables, kWork, kMerge, kPerHead };  // inputs
 
-  PagedAttention(mx::Stream stream, const AttentionOptions& options)
-      : KernelNode(stream), options_(options) {}
+  PagedAttention(
+      mx::Stream stream, const AttentionOptions& options,
+      Activations activations = Activations::float32)
+      : KernelNode(stream), options_(options), activations_(activations) {}
   MLX_PAGED_KERNEL_NODE("paged_attention")
   Pools pools(const Arrays&) const override { return {kKeyPool, 2, false}; }
   std::vector<int> read_by_host() const override { return {kWork, kMerge}; }
@@ -162,12 +164,15 @@ class PagedAttention : public KernelNode {
     return {{in[kQueries].shape(0), in[kQueries].shape(1), layout_of(in[kValuePool]).head_dim}};
   }
   bool is_equivalent(const mx::Primitive& other) const override {
-    return options_ == static_cast<const PagedAttention&>(other).options_;
+    const auto& o = static_cast<const PagedAttention&>(other);
+    return options_ == o.options_ && activations_ == o.activations_;
   }
   const AttentionOptions& options() const { return options_; }
+  Activations activations() const { return activations_; }
 
  private:
   AttentionOptions options_;
+  Activations activations_;  // on the CPU
 };
 
 // --- Around a layer's matrix products, and sampling ---

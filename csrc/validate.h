@@ -13,6 +13,7 @@
 #include "dtype.h"
 #include "mlx/array.h"
 #include "mlx/stream.h"
+#include "weight_format.h"
 
 namespace mlx_paged {
 
@@ -51,5 +52,8 @@ class Validator {
  private:
   const char* op_;
 };
+
+// Returns the rounding of activations of that name, if this processor supports it.
+Activations activations_named(const Validator& v, const std::string& name);  // layer_ops.cpp
 
 }  // namespace mlx_paged

@@ -356,6 +356,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: mx.array | None = None,
     alibi_slopes: mx.array | None = None,
+    activations: str = "float32",
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Attention of every query row over its own sequence's blocks, causal plus the spans of
@@ -374,6 +375,9 @@ def paged_attention(
         alibi_slopes: ``[num_q_heads]`` slopes of ALiBi (Press et al. 2021; BLOOM, MPT): a row at
             position p adds ``slope * (token - p)`` to the score of each token, after the soft cap.
             They are checked like `sinks`, and must be from -1e28 to 1e28.
+        activations: Rounding on the CPU, see `activations`. With "int8", processors with AMX round
+            float32 queries, keys, values and probabilities to bfloat16, unless there is a soft cap
+            or ALiBi. Sums stay float32.
 
     Returns:
         ``[num_rows, num_q_heads, value_dim]`` in the dtype of `queries`. Rows without work in the
@@ -410,6 +414,7 @@ def paged_attention(
         softcap=softcap or 0.0,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        activations=activations,
         stream=stream,
     )
 

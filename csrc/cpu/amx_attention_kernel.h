@@ -68,6 +68,7 @@ inline void load_tile_queries(
 }
 
 // A pool's rows of a tile of tokens. Places that have no token hold zeros.
+template <typename T>
 class TokenRows {
  public:
   TokenRows(const AttentionArgs& args, const PoolView& pool, const Item& item, int token, int count)
@@ -75,20 +76,20 @@ class TokenRows {
     token_rows(args, pool, item.block_table, token, count, rows_ + first_);
   }
 
-  const BFloat* row(int place, int head) const {
-    static const BFloat zeros[kMaxHeadDim] = {};
+  const T* row(int place, int head) const {
+    static const T zeros[kMaxHeadDim] = {};
     return place >= first_ && place < end_ ? rows_[place] + head * head_dim_ : zeros;
   }
 
   // Fetches places [begin, end) of a head while others are packed.
   void prefetch(int begin, int end, int head) const {
-    const int64_t bytes = head_dim_ * sizeof(BFloat);
+    const int64_t bytes = head_dim_ * sizeof(T);
     auto rows = reinterpret_cast<const char* const*>(rows_);
     fetch(rows, max(begin, first_), min(end, end_), head * bytes, bytes);
   }
 
  private:
-  const BFloat* rows_[kTile];  // [first_, end_): of all KV heads
+  const T* rows_[kTile];  // [first_, end_): of all KV heads
   int first_, end_, head_dim_;
 };
 
@@ -107,8 +108,9 @@ inline void for_lane_tiles(int count, const Body& body) {
 // Computes the scores of a tile of tokens.
 template <typename Tiles>
 inline void score_tile(
-    const AttentionArgs& args, const TileLayout& at, Tiles& tiles, int head, const TokenRows& keys,
-    const TokenRows& values, const State& state, __m512i* packed) {
+    const AttentionArgs& args, const TileLayout& at, Tiles& tiles, int head,
+    const TokenRows<BFloat>& keys, const TokenRows<BFloat>& values, const State& state,
+    __m512i* packed) {
   auto queries = reinterpret_cast<const QueryRows*>(state.queries);
   for (int piece = 0; piece < kTile; piece += kBFloatTileColumns) {
     values.prefetch(piece, piece + kBFloatTileColumns, head);
@@ -149,7 +151,8 @@ inline void split_weights(const TileLayout& at, const State& state, WeightRows* 
 
 // Packs kBFloatTileColumns dims of a tile of values from `first` on as [pair of tokens, vector,
 // kWidth, 2].
-inline void pack_values(const TokenRows& values, int head, int first, int dim, __m512i* out) {
+inline void pack_values(
+    const TokenRows<BFloat>& values, int head, int first, int dim, __m512i* out) {
   constexpr int kSecond = kBFloatBlock;  // in the indices of a permutation: of the second operand
   alignas(64) uint16_t order[kTileVectors][2 * kWidth];
   for (int i = 0; i < kTileVectors * kWidth; i++) {
@@ -170,8 +173,8 @@ inline void pack_values(const TokenRows& values, int head, int first, int dim, _
 template <typename Tiles>
 inline void mix_tile(
     const AttentionArgs& args, const TileLayout& at, Tiles& tiles, int head,
-    const TokenRows& values, const TokenRows& next_keys, const State& state, WeightRows* weights,
-    __m512i* packed) {
+    const TokenRows<BFloat>& values, const TokenRows<BFloat>& next_keys, const State& state,
+    WeightRows* weights, __m512i* packed) {
   split_weights(at, state, weights);
   const int fetched = round_up(kTile, at.value_pieces) / at.value_pieces;
   for (int piece = 0; piece < at.value_pieces; piece++) {
@@ -212,13 +215,13 @@ inline void attend_by_tiles(
   Tiles tiles(kWholeTiles);
   auto rows_of = [&](const PoolView& pool, int token) {
     const int count = token < item.token_end ? tokens_in_tile(item, token) : 0;
-    return TokenRows(args, pool, item, token, count);
+    return TokenRows<BFloat>(args, pool, item, token, count);
   };
   for (int token = item.token_begin, count; token < item.token_end; token += count) {
     count = tokens_in_tile(item, token);
-    const TokenRows keys = rows_of(args.keys, token);
-    const TokenRows values = rows_of(args.values, token);
-    const TokenRows next_keys = rows_of(args.keys, token + count);
+    const TokenRows<BFloat> keys = rows_of(args.keys, token);
+    const TokenRows<BFloat> values = rows_of(args.values, token);
+    const TokenRows<BFloat> next_keys = rows_of(args.keys, token + count);
     for (int head = head_begin; head < head_end; head++) {
       State state(at, scratch, head - head_begin);
       score_tile(args, at, tiles, head, keys, values, state, packed);

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../dtype.h"
+#include "../weight_format.h"
 
 namespace mlx_paged::cpu {
 
@@ -35,6 +36,7 @@ struct AttentionArgs {
   int block_size;
   int max_blocks;
   paged::AttentionOptions options;
+  Activations activations;
 };
 
 // Arguments for reading and writing slots of a quantized pool.

@@ -97,10 +97,17 @@ const IntegerKernels* integer_kernels(Activations activations, const WeightView&
 }
 
 const AttentionKernels& attention_kernels(const AttentionArgs& args) {
-  const AttentionKernels& tiles = kernels().rounded.bfloat_attention;
-  const bool is_bfloat = args.dtype == DType::bfloat16 && args.keys.format == PoolFormat::plain &&
-                         args.values.format == PoolFormat::plain;
-  return tiles.attend && is_bfloat ? tiles : kernels().attention;
+  const auto& rounded = kernels().rounded;
+  const bool is_plain =
+      args.keys.format == PoolFormat::plain && args.values.format == PoolFormat::plain;
+  if (is_plain && args.dtype == DType::bfloat16 && rounded.bfloat_attention.attend) {
+    return rounded.bfloat_attention;
+  }
+  if (is_plain && args.dtype == DType::float32 && args.activations == Activations::int8 &&
+      !paged::changes_logits(args.options) && rounded.rounded_attention.attend) {
+    return rounded.rounded_attention;
+  }
+  return kernels().attention;
 }
 
 void multiply_rounded(

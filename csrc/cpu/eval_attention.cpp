@@ -38,6 +38,7 @@ void PagedAttention::eval_cpu(const Arrays& inputs, Arrays& out) {
   args.max_blocks = tables.shape(1);
   args.options = options_;
   args.options.bounded_rows = in[kPositions].ndim() == 2 ? args.num_rows : 0;
+  args.activations = activations_;
   int num_items = in[kWork].shape(0);
   int num_merges = in[kMerge].shape(0);
 

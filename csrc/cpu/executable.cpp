@@ -150,6 +150,7 @@ AttentionArgs CpuExecutable::attention_args(
   args.block_size = p.keys.block_size;
   args.max_blocks = in[p.tables].shape(1);
   args.options = p.options;
+  args.activations = p.activations;
   return args;
 }
 

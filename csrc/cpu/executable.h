@@ -125,6 +125,7 @@ struct AttentionPhase {
   int positions, tables, work_items, merge_items;  // inputs
   const float* per_head;                           // or null
   AttentionOptions options;
+  Activations activations;
   DType dtype;
   int num_q_heads;
   PoolLayout keys, values;

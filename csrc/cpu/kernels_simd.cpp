@@ -32,9 +32,10 @@ const Kernels MLX_PAGED_KERNELS = {
      {},
      {},
      {},
+     {},
      {}},
 #else
-    {MLX_PAGED_ISA::kIntegerKernels<1, 32>, {}, {}, {}, {}, {}},
+    {MLX_PAGED_ISA::kIntegerKernels<1, 32>, {}, {}, {}, {}, {}, {}},
 #endif
 };
 

@@ -189,6 +189,7 @@ void CpuLowering::lower_attention(const GraphNode& node) {
   p.merge_items = input_of_any_length(in[A::kMerge]);
   p.per_head = in.size() > A::kPerHead ? constant(in[A::kPerHead]) : nullptr;
   p.options = node.as<PagedAttention>().options();
+  p.activations = node.as<PagedAttention>().activations();
   p.dtype = DType::float32;
   p.num_q_heads = queries.shape[1];
   p.keys = layout_of(in[A::kKeyPool]);

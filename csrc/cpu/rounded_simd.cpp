@@ -7,6 +7,7 @@
 #include "amx_attention_kernel.h"
 #include "amx_bfloat_kernel.h"
 #include "amx_integers_kernel.h"
+#include "amx_rounded_attention_kernel.h"
 #endif
 #if defined(__AVX512BF16__)
 #include "bfloat_kernel.h"
@@ -41,7 +42,10 @@ const RoundedKernels MLX_PAGED_KERNELS = {
 #if defined(MLX_PAGED_TILES)
     {MLX_PAGED_ISA::tile_scratch_size,
      MLX_PAGED_ISA::attend_by_tiles<MLX_PAGED_ISA::MLX_PAGED_TILES>, MLX_PAGED_ISA::merge},
+    {MLX_PAGED_ISA::rounded_scratch_size,
+     MLX_PAGED_ISA::attend_rounded<MLX_PAGED_ISA::MLX_PAGED_TILES>, MLX_PAGED_ISA::merge},
 #else
+    {},
     {},
 #endif
 };

@@ -145,6 +145,7 @@ class StepContext(threading.local):
         self.limit = limit or ContextLimit()
         self._step: Step | None = None
         self.adapters: mx.array | None = None  # of the rows that model code sees now
+        self.activations = "float32"  # see `ops.activations`
 
     @property
     def step(self) -> Step:
@@ -158,9 +159,9 @@ class StepContext(threading.local):
         """True if a step is being built."""
         return self._step is not None
 
-    def enter(self, step: Step) -> None:
+    def enter(self, step: Step, activations: str = "float32") -> None:
         """Begins building `step`."""
-        self._step, self.adapters = step, step.adapters
+        self._step, self.adapters, self.activations = step, step.adapters, activations
 
     def leave(self) -> None:
         """Ends the step, because the arrays of a finished step must not be kept alive here."""
@@ -374,7 +375,9 @@ class PagedLayerCache(KVPools):
             self._shared_rows[layer] = ops.max_shared_rows(rows, *pools, has_alibi=layer[1])
 
         def attend(rows: mx.array, plan: AttentionPlan) -> mx.array:
-            out = ops.paged_attention(rows, *pools, plan, **options)
+            out = ops.paged_attention(
+                rows, *pools, plan, activations=self._context.activations, **options
+            )
             return out if out.shape[-1] == self.spec.value_dim else out[..., : self.spec.value_dim]
 
         written, self._written = self._written, None

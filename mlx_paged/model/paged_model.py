@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.model import pages, patches
+from mlx_paged.model import option_costs, pages, patches
 from mlx_paged.model.caches import (
     ElsewhereCache,
     KVPools,
@@ -104,6 +104,7 @@ class PagedModel:
         self._taps: Taps | None = None
         self._stage: Stage | None = None
         self._activations = "float32"
+        self._attention_activations = "float32"
         self.parts_ahead = 1
         self.adapter_layers: AdapterLayers | None = None
         self._compiled = self._make_compiled()
@@ -147,8 +148,9 @@ class PagedModel:
         self._context.limit.longest = longest
 
     def round_activations(self, activations: str) -> None:
-        """Rounds the inputs of linear layers, see `ops.activations`, in steps after the next
-        `allocate`.
+        """Rounds the inputs of linear layers, and in a model that has such layers those of
+        attention: see `ops.activations` and `ops.paged_attention`. Takes effect in steps after the
+        next `allocate`.
 
         Raises:
             InvalidParameterError: The default device or the processor does not support this.
@@ -160,6 +162,8 @@ class PagedModel:
             expected = f"one of {', '.join(self.platform.activations)} on this processor"
             raise InvalidParameterError("cpu_activations", expected, activations)
         self._activations = activations
+        has_effect = option_costs.of_activations(self.model, activations) is None
+        self._attention_activations = activations if has_effect else "float32"
 
     def allocate(
         self,
@@ -523,7 +527,7 @@ class PagedModel:
         patches.ensure_installed()  # Unpatching mlx-lm uninstalls them.
         before = self.pools()
         self.restore(pools)
-        self._context.enter(step)
+        self._context.enter(step, self._attention_activations)
         try:
             # Rounding can turn a difference in the last bits of a sum into a visible one.
             by_rows: bool | int = step.num_ordered_rows

@@ -39,9 +39,11 @@ CUTS = [(1,), (3,), (16,), (17,), (64,), (100, 1)]  # the last size is repeated
     ids=["", "window", "softcap_sinks"],
 )
 @pytest.mark.parametrize("dims", [(64, 64), (80, 24)], ids=str)
-@pytest.mark.parametrize("name", [*FORMATS, "float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*FORMATS, "float32", "bfloat16", "rounded"])
 def test_attention_of_a_row(rng, name, dims, options) -> None:
     window = options.get("window")
+    if name == "rounded":
+        name, options = "float32", {**options, "activations": "int8"}
     given = {"key_dim": dims[0], "value_dim": dims[1], "window": window}
     if name in FORMATS:
         batch = make_quantized(rng, [200], [70], name=name, **given)
@@ -59,21 +61,23 @@ def test_attention_of_a_row(rng, name, dims, options) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4200])
-def test_attention_of_a_row_with_a_context_of_several_pieces(rng, window) -> None:
+@pytest.mark.parametrize("name", ["int8", "rounded"])
+def test_attention_of_a_row_with_a_context_of_several_pieces(rng, name, window) -> None:
     length = 8192 + 9
     shape = {"num_q_heads": 1, "num_kv_heads": 1, "key_dim": 16, "block_size": 64}
-    batch = make_quantized(rng, [length], [20], name="int8", window=window, **shape)
-    pools = batch.key_pool, batch.value_pool
-    plan = build_plan(batch.plain.tables, [length], [20], block_size=64, window=window)
+    if name == "rounded":
+        plain = make_batch(rng, [length], [20], window=window, **shape)
+        pools = plain.key_pool, plain.value_pool
+    else:
+        batch = make_quantized(rng, [length], [20], name=name, window=window, **shape)
+        plain, pools = batch.plain, (batch.key_pool, batch.value_pool)
+    options = {"scale": 0.2, "activations": "int8" if name == "rounded" else "float32"}
+    plan = build_plan(plain.tables, [length], [20], block_size=64, window=window)
     assert len(plan.merge_items) == 1, "the context is cut"
-    whole = bits(ops.paged_attention(batch.plain.queries, *pools, plan, scale=0.2))
+    whole = bits(ops.paged_attention(plain.queries, *pools, plan, **options))
     for row in range(20):
-        plan = build_plan(
-            batch.plain.tables, [length - 19 + row], [1], block_size=64, window=window
-        )
-        alone = bits(
-            ops.paged_attention(batch.plain.queries[row : row + 1], *pools, plan, scale=0.2)
-        )
+        plan = build_plan(plain.tables, [length - 19 + row], [1], block_size=64, window=window)
+        alone = bits(ops.paged_attention(plain.queries[row : row + 1], *pools, plan, **options))
         np.testing.assert_array_equal(alone, whole[row : row + 1])
 
 
@@ -119,9 +123,11 @@ def logits_of(
     tokens: Sequence[int],
     sizes: Sequence[int],
     family: str = "llama",
+    activations: str = "float32",
 ) -> np.ndarray:
     """Runs the prompt in chunks of these sizes, repeating the last; returns the last logits."""
     driver = StepDriver(model, family, block_size=16, kv_format=format_named(name))
+    driver.runner.model.round_activations(activations)
     at, cuts = 0, chain(sizes, repeat(sizes[-1]))
     while at < len(tokens):
         size = next(cuts)
@@ -139,6 +145,36 @@ def test_logits_of_a_prompt_that_is_cut(rng, name, weights) -> None:
     for sizes in CUTS:
         found = logits_of(model, name, tokens, sizes)
         assert np.array_equal(found, whole), (sizes, np.abs(found - whole).max())
+
+
+@pytest.mark.parametrize("weights", ["8", "4"])
+def test_logits_of_a_prompt_that_is_cut_with_rounded_activations(rng, weights) -> None:
+    model, tokens = llama(weights), random_tokens(rng, LENGTH)
+    whole = logits_of(model, "auto", tokens, [LENGTH], activations="int8")
+    for sizes in CUTS:
+        found = logits_of(model, "auto", tokens, sizes, activations="int8")
+        assert np.array_equal(found, whole), (sizes, np.abs(found - whole).max())
+
+
+def test_steps_with_rounded_activations_round_attention_too(rng, monkeypatch) -> None:
+    seen = set()
+    attention = ops.paged_attention
+
+    def seeing(*args, activations, **options) -> mx.array:
+        seen.add(activations)
+        return attention(*args, activations=activations, **options)
+
+    for weights, activations, expected in (
+        ("4", "int8", "int8"), ("4", "float32", "float32"), ("float32", "int8", "float32"),
+    ):  # fmt: skip
+        driver = StepDriver(llama(weights), "llama", block_size=16)
+        driver.runner.model.round_activations(activations)
+        seen.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "paged_attention", seeing)
+            for rows in (15, 1):
+                driver.step({"a": random_tokens(rng, rows)})
+        assert seen == {expected}
 
 
 @pytest.mark.parametrize("weights", ["8", "4"])
