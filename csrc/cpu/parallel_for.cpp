@@ -268,6 +268,8 @@ class Workers {
   void loop(int thread) {
     uint64_t seen = 0;
     while (true) {
+      // The next operation of a long step usually follows within microseconds.
+      spin_until([&] { return generation_.load(std::memory_order_relaxed) != seen; });
       std::shared_ptr<Job> job;
       {
         std::unique_lock lock(mutex_);
@@ -282,7 +284,7 @@ class Workers {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::shared_ptr<Job> job_;
-  uint64_t generation_ = 0;
+  std::atomic<uint64_t> generation_{0};  // written with the mutex held
 };
 
 }  // namespace
