@@ -177,6 +177,20 @@ inline LaneBounds lane_bounds(
   return bounds;
 }
 
+// 2^x for x <= 0, to 3e-6 relative, for probabilities that keep 8 bits. NaN stays NaN.
+inline VecF exp2_roughly(VecF x) {
+  constexpr float kZero = -200.0f;  // 2^x rounds to zero
+  const __m512 clamped = _mm512_max_ps((__m512)splat(kZero), (__m512)x);
+  const __m512 whole = _mm512_roundscale_ps(clamped, 0);  // to the nearest
+  const VecF f = (VecF)clamped - (VecF)whole;
+  // Minimax polynomial on [-0.5, 0.5].
+  VecF p = f * 9.5701013e-3f + 5.5917859e-2f;
+  p = p * f + 2.4024744e-1f;
+  p = p * f + 6.9312179e-1f;
+  p = p * f + 9.9999928e-1f;
+  return (VecF)_mm512_scalef_ps((__m512)p, whole);
+}
+
 // Turns the scores of 16 lanes, for `count` tokens of a tile from `token` on, into rounded
 // probabilities relative to their new running maximum. Returns the factors of earlier sums.
 inline VecF softmax_columns(
@@ -205,7 +219,7 @@ inline VecF softmax_columns(
   for (int t = 0; t < kTile; t += 4) {
     VecF p[4];
     for (int i = 0; i < 4; i++) {
-      p[i] = exp2(s[t + i] - reference);
+      p[i] = exp2_roughly(s[t + i] - reference);
       sums[i] += p[i];
     }
     __m512i* to = weights[t / kBFloatBlock].pairs + t % kBFloatBlock / 2;
