@@ -379,7 +379,9 @@ class EngineConfig:
         """Host and port of `prefill_address`; only with a role."""
         host, _, port = str(self.prefill_address).rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or int(port) > _MAX_PORT:
+        is_port = port.isdecimal() and len(port) <= len(str(_MAX_PORT))
+        least = 0 if self.role == "prefill" else 1  # 0 is for a server that chooses one
+        if not _is_host(host) or not is_port or not least <= int(port) <= _MAX_PORT:
             raise InvalidParameterError("prefill_address", "HOST:PORT", self.prefill_address)
         return host, int(port)
 
@@ -612,3 +614,11 @@ def physical_memory() -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = cgroups.current().memory_bytes
     return total if limit is None else min(total, limit)
+
+
+def _is_host(text: str) -> bool:
+    """True if a host can be looked up; otherwise sockets raise something else than `OSError`."""
+    try:
+        return bool(text.encode("idna")) and "\0" not in text
+    except UnicodeError:
+        return False

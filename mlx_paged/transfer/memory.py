@@ -182,7 +182,7 @@ class MemoryView:
     def __init__(self, fd: int, num_bytes: int) -> None:
         try:
             self._map = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_READ)
-        except ValueError as error:  # it is smaller than that
+        except (ValueError, OverflowError) as error:  # it is smaller than that
             raise OSError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
         self.num_bytes = num_bytes
         self.token = self._map[len(_MAGIC) : len(_MAGIC) + TOKEN_BYTES]

@@ -17,6 +17,7 @@ other end, and both ends give it up: this one after silence, the other one after
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -39,6 +40,8 @@ from mlx_paged.transfer.wire import (
     SlowError,
     WireError,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Prompts whose blocks arrive at once. Others wait for their turn.
 MAX_TRANSFERS = 16
@@ -206,7 +209,7 @@ class Incoming:
             share: Returns the maximum of `num_waiting_bytes`, which one block may exceed.
         """
         self._share = share
-        failure: str | None = "the thread that received it has failed"
+        failure: str | None = None
         engine_works = is_timed = False
         try:
             if not self._is_cancelled:
@@ -216,8 +219,10 @@ class Incoming:
             failure, engine_works, is_timed = str(error), True, isinstance(error, SlowError)
         except (OSError, WireError) as error:
             failure, engine_works = str(error), self._is_cancelled or bool(self.num_blocks)
-        finally:
-            self._end(failure, is_timed)
+        except Exception as error:  # memory, or a fault of ours; later transfers need the thread
+            logger.exception("[decode] the blocks of a prompt could not be received")
+            failure, engine_works = str(error) or type(error).__name__, True
+        self._end(failure, is_timed)
         return engine_works
 
     def _ask(self, connect: Callable[[], Link]) -> None:

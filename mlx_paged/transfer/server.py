@@ -332,13 +332,21 @@ class PrefillServer:
             if prefiller is None or not self._begin_greeting(connection):
                 connection.close()
             else:
-                threading.Thread(
-                    target=self._serve,
-                    args=(connection, prefiller, listening is self._local),
-                    name="mlx-paged-kv-sender",
-                    daemon=True,
-                ).start()
+                self._start_serving(connection, prefiller, listening is self._local)
             del prefiller  # It may end while this thread waits for a connection.
+
+    def _start_serving(self, connection: Connection, prefiller: Prefiller, is_local: bool) -> None:
+        thread = threading.Thread(
+            target=self._serve,
+            args=(connection, prefiller, is_local),
+            name="mlx-paged-kv-sender",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # The process may have no further thread.
+            logger.warning("[prefill] a connection could not be served: %s", error)
+            self._forget(connection)
 
     def _begin_greeting(self, connection: Connection) -> bool:
         with self._lock:
@@ -375,11 +383,14 @@ class PrefillServer:
         except OSError as error:
             logger.info("[prefill] a connection has ended: %s", error)
         finally:
-            connection.close()
-            with self._lock:
-                self._greeting.pop(connection, None)
-                self._connections.discard(connection)
-                self._ending.discard(connection)
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        connection.close()
+        with self._lock:
+            self._greeting.pop(connection, None)
+            self._connections.discard(connection)
+            self._ending.discard(connection)
 
     def _take(self, connection: Connection) -> bool:
         """Gives a connection a place for its prompt, if there is one."""

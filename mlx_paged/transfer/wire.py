@@ -256,7 +256,11 @@ class Connection:
         has_salt = num_salt != _NO_SALT
         if has_salt and num_salt > _MAX_SALT_BYTES:
             raise WireError(f"a salt of {num_salt} bytes is too long")
-        salt = self.read(num_salt, deadline).decode("utf-8", "surrogatepass") if has_salt else None
+        try:
+            encoded = self.read(num_salt, deadline) if has_salt else None
+            salt = None if encoded is None else encoded.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise WireError("a salt is no text") from None
         tokens = self.read(num_tokens * _TOKEN_BYTES, deadline)
         return PrefillRequest(identity, tokens, salt, first_block, priority, bool(background))
 

@@ -763,6 +763,42 @@ def test_blocks_that_are_left_out(
     check_failed(pair, expected, "did not send all blocks")
 
 
+def test_an_error_that_was_not_foreseen_costs_no_thread(
+    pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver, "MAX_TRANSFERS", 1)
+        patch.setattr(local.Linker, "connect", mock.Mock(side_effect=MemoryError("no memory")))
+        check_refused(pair, expected, "no memory")
+    check_next(pair)
+
+
+def test_a_salt_that_is_no_text(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    connection = greeted(("127.0.0.1", port_of(pair.prefill)))
+    head = struct.pack("<16sIIqBI", bytes(16), 9, 0, 0, 0, 4)
+    connection.send(head + b"\xff\xfe\x80\x80" + bytes(36), 5.0)
+    with pytest.raises(ConnectionError):
+        connection.read_kind(TIMEOUT)
+    wait_until(lambda: "a connection was refused: a salt is no text" in caplog.text, "no word")
+    connection.close()
+
+
+def test_a_server_without_threads_serves_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefiller, listening = EightBlocks(), server.PrefillServer(("127.0.0.1", 0), SECRET)
+    listening.start(prefiller)
+    address, serve = ("127.0.0.1", listening.port), mock.Mock()
+    serve.return_value.start.side_effect = RuntimeError("can't start new thread")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.threading, "Thread", serve)
+            with socket.create_connection(address, TIMEOUT) as refused:
+                assert not refused.recv(1)
+        wait_until(lambda: not listening._greeting, "it is kept")
+        greeted(address).close()
+    finally:
+        listening.close()
+
+
 # --- Options --------------------------------------------------------------------------------------
 
 
@@ -779,6 +815,20 @@ def test_blocks_that_are_left_out(
         (
             {"role": "decode", "prefill_address": "a", "prefill_secret_file": "s"},
             "prefill_address must be HOST:PORT but",
+        ),
+        *(
+            (
+                {"role": "decode", "prefill_address": address, "prefill_secret_file": "s"},
+                "prefill_address must be HOST:PORT but",
+            )
+            for address in (
+                "a..b:1",
+                f"{'a' * 64}:1",
+                "a\0:1",
+                "\udcff:1",
+                "a:0",
+                f"a:{'9' * 5000}",
+            )
         ),
         (
             {
@@ -799,6 +849,9 @@ def test_options_are_checked(options: dict[str, Any], text: str) -> None:
 
 def test_the_secret_and_the_address_are_checked(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
+    options = {"role": "decode", "prefill_address": "a:1", "prefill_secret_file": "\0"}
+    with pytest.raises(InvalidParameterError, match="null byte"):
+        LLM(embedded_twin(), **OPTIONS, **options)
     for content in (None, b"short\n"):
         if content is not None:
             secret.write_bytes(content)

@@ -253,6 +253,14 @@ def num_pages(shared: SharedMemory) -> int | None:
     return os.fstat(shared.fd).st_blocks * 512 // memory._PAGE
 
 
+def test_memory_of_an_impossible_size() -> None:
+    shared = SharedMemory(memory._PAGE)
+    for num_bytes in (shared.num_bytes + 1, 1 << 63, (1 << 64) - 1):
+        with pytest.raises(OSError, match="cannot map"):
+            memory.MemoryView(shared.fd, num_bytes)
+    shared.close()
+
+
 def test_a_system_that_keeps_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedMemory(memory._PAGE)
     slot = shared.take(1)

@@ -37,8 +37,9 @@ def _secret(config: EngineConfig) -> bytes:
         with Path(given).expanduser().open("rb") as file:
             # Editors and `echo` end a file with a newline.
             secret = file.read(_MOST_SECRET_BYTES + 1).strip()
-    except OSError as error:
-        expected = f"{expected} ({error.strerror or error})"
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = getattr(error, "strerror", None) or error
+        expected = f"{expected} ({reason})"
         raise InvalidParameterError("prefill_secret_file", expected, given) from error
     if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
         raise InvalidParameterError("prefill_secret_file", expected, given)
