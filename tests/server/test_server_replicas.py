@@ -23,6 +23,7 @@ from mlx_paged import LLM, SamplingParams
 from mlx_paged.cli.main import app
 from mlx_paged.demo import model_path
 from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.router import endpoints
 from mlx_paged.server.router.replicas import ReplicaSet
 from mlx_paged.server.router.routing import Replica
 
@@ -249,6 +250,25 @@ def test_server_info_has_the_statistics_of_both(router: Router, client: httpx.Cl
     assert info["engine_config"]["block_size"] == 8
     complete(client, PROMPTS[0], model="other")
     assert "replicas" not in client.get("/server_info?model=other").json()
+
+
+def test_a_replica_that_answers_with_an_error_is_left_out(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose engine has died, or that ends."""
+    ask, failing = endpoints._ask, {0}
+
+    async def ask_or_fail(model: Any, replica: Replica, *given: Any) -> Any:
+        if replica.number in failing:
+            return endpoints._Answer(model, replica, 503, b'{"error": {"message": "no"}}')
+        return await ask(model, replica, *given)
+
+    monkeypatch.setattr(endpoints, "_ask", ask_or_fail)
+    info = client.get("/server_info?model=first").json()
+    assert [each["replica"] for each in info["replicas"]] == [1]
+    failing.add(1)
+    answer = client.get("/server_info?model=first")
+    assert answer.status_code == 200 and "memory_budget" in answer.json()  # the router's own
 
 
 def test_metrics_are_those_of_both(router: Router, client: httpx.Client) -> None:

@@ -194,7 +194,9 @@ async def server_info(request: Request) -> Response:
         # No lease: reading statistics must not keep the model loaded.
         found = context.pool.find(asked)
         answers = await _ask_model(found, "GET", "/server_info")
-        infos = {each.replica.number: json.loads(each.body) for each in answers}
+        infos = {
+            each.replica.number: json.loads(each.body) for each in answers if each.status == 200
+        }
         if infos and found.spec.num_replicas > 1:
             return JSONResponse(_joined_info(infos))
         if infos:
@@ -338,7 +340,7 @@ async def change_adapters(request: Request) -> Response:
 async def _refresh_adapters(model: PooledModel) -> None:
     """Updates the list of a model's adapters from its process."""
     answer = await _ask(model, model.replicas[0], "GET", "/v1/models") if model.replicas else None
-    if answer is not None and model.loaded is not None:
+    if answer is not None and answer.status == 200 and model.loaded is not None:
         entries = json.loads(answer.body)["data"]
         names = tuple(entry["id"] for entry in entries if entry["parent"] is not None)
         model.loaded = replace(model.loaded, adapters=names)
