@@ -144,8 +144,9 @@ class Linker:
             WireError: The other end does not have the secret.
             OSError: It cannot be reached.
         """
-        if self._known is not None:
-            local = self._local(self._known)
+        known = self._known  # which another thread may change
+        if known is not None:
+            local = self._local(known)
             if local is not None:
                 return local
             self._known = None

@@ -22,7 +22,7 @@ import pytest
 from support.waiting import TIMEOUT
 
 from mlx_paged.offload.segments import Block
-from mlx_paged.transfer import local, memory, server
+from mlx_paged.transfer import local, memory, server, wire
 from mlx_paged.transfer.memory import SharedMemory, Slot
 from mlx_paged.transfer.receiver import Arrived, Incoming, Receiver
 from mlx_paged.transfer.server import Outgoing, PrefillServer
@@ -545,6 +545,20 @@ def test_a_server_that_was_restarted_on_the_same_port(origin: Origin, asked: Ask
     assert prompts.given().shares_memory
     link.connection.close()
     later.close()
+
+
+def test_two_threads_that_find_the_server_restarted(origin: Origin) -> None:
+    """One forgets the old local socket while the other one is about to use it."""
+    reads = iter([wire.Welcome(1, b"\0mlx-paged-kv-of-no-one")])
+
+    def known(*value: object) -> wire.Welcome | None:
+        return None if value else next(reads, None)
+
+    made = mock.PropertyMock(side_effect=known)
+    with mock.patch.object(local.Linker, "_known", made, create=True):
+        link = local.Linker(("127.0.0.1", origin.server.port), SECRET).connect()
+    assert link.memory is not None
+    link.connection.close()
 
 
 def has_listener(name: bytes) -> bool:
