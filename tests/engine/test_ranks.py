@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.waiting import TIMEOUT
 from mlx_paged import LLM
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.ranks import launch
+from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.life import Follower
 from mlx_paged.engine.ranks.start import make_engine
 from mlx_paged.errors import EngineDeadError, InvalidParameterError
@@ -332,6 +334,45 @@ def test_a_rank_that_is_killed_when_it_connects(
     ended = [other.process.poll() for other in others if other.process is not None]
     assert ended[0] == -signal.SIGKILL and len(ended) == 2 and None not in ended
     assert "MLX_RANK" not in os.environ
+
+
+@pytest.mark.parametrize("stage", ["import", "load"])
+def test_rank_0_sleeps_while_another_rank_starts(
+    stage: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective would wait for it in a loop, on a core that it may need."""
+    monkeypatch.setattr(launch, "_PROCESS", "support.late_rank")
+    monkeypatch.setenv("LATE_RANK_STOPS_AT", stage)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def started(*given: Any) -> Follower:
+        follower = Follower(*given)
+        assert follower.process is not None
+        processes.append(follower.process)
+        return follower
+
+    monkeypatch.setattr(launch, "Follower", started)
+    config = EngineConfig(**OPTIONS, tensor_parallel_size=2)
+    with ThreadPoolExecutor(1) as pool:
+        engine = pool.submit(make_engine, model, config)
+        deadline, has_stopped = time.monotonic() + TIMEOUT, False
+        while not (has_stopped and is_receiving()):
+            has_stopped = has_stopped or any(map(is_stopped, processes))
+            assert time.monotonic() < deadline and not engine.done(), "rank 0 does not sleep"
+            time.sleep(0.02)
+        processes[0].send_signal(signal.SIGCONT)
+        assert engine.result(TIMEOUT).stats().num_running == 0
+
+
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    done, status = os.waitpid(process.pid, os.WNOHANG | os.WUNTRACED)
+    return done != 0 and os.WIFSTOPPED(status)
+
+
+def is_receiving() -> bool:
+    """True if a thread of this process waits for another rank's message."""
+    frames = sys._current_frames().values()
+    return any(frame.f_code is Channel._read.__code__ for frame in frames)
 
 
 # --- Refusals -------------------------------------------------------------------------------------

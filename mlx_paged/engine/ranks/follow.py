@@ -28,9 +28,11 @@ from mlx_paged.engine.ranks.messages import (
     ALL_ROWS,
     ALLOCATE,
     LIMITS,
+    READY,
     RESET,
     START,
     STEP,
+    Message,
     MessageError,
     StepReader,
 )
@@ -107,7 +109,7 @@ def follow(channel: Channel, world: mx.distributed.Group) -> None:
         except EOFError:
             return
         if message.kind == START:
-            runner = _runner(message.fields, world)
+            runner = _runner(message.fields, channel, world)
             continue
         if runner is None:
             raise MessageError(f"{message.kind!r} came before {START!r}")
@@ -168,10 +170,11 @@ def start_fields(
     }
 
 
-def _runner(fields: object, world: mx.distributed.Group) -> ModelRunner:
+def _runner(fields: object, channel: Channel, world: mx.distributed.Group) -> ModelRunner:
     assert isinstance(fields, dict)
     groups = ParallelGroups.of(world, fields["tensor_parallel_size"], fields["hosts"])
     model = load(fields["model"], dtype=fields["dtype"], shard=groups.divide)
+    channel.send(Message(READY).encode())
     config = resolve(model, EngineConfig(**fields["options"]))
     paged, _, max_model_len = prepare_model(model, config)
     prove_kernels(paged, config.calibrate)

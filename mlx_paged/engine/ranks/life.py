@@ -111,12 +111,21 @@ class Followers:
         Raises:
             EngineDeadError: One of the ranks has ended.
         """
+        self.await_ready()
+        self.send(Message(JOIN).encode())
+
+    def await_ready(self) -> None:
+        """Waits until all other ranks are ready for the next collective, which would take a whole
+        core while it waits.
+
+        Raises:
+            EngineDeadError: One of the ranks has ended.
+        """
         try:
             for follower in self._followers:
                 follower.channel.receive()
         except EOFError as error:
             raise self.failed(error) from error
-        self.send(Message(JOIN).encode())
 
     def send(self, data: bytes) -> None:
         """Sends a message to all other ranks.

@@ -25,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 _MAX_HEADER = 1 << 20
 _TYPES = ("b", "i", "q", TOKEN_TYPE, "f")  # of columns: int8, int32, int64, uint32, float32
 
-READY, JOIN = "ready", "join"  # from another rank to rank 0, and the answer
+READY, JOIN = "ready", "join"  # from another rank to rank 0, and the answer to the first one
 START, ALLOCATE, STEP, RESET = "start", "allocate", "step", "reset"
 ADAPTER_SLOTS, ADAPTER_LAYER, ADAPTER = "adapter slots", "adapter layer", "adapter"
 ALL_ROWS, LIMITS = "all rows", "limits"

@@ -1,7 +1,8 @@
 """Entry point of the process of a rank other than 0.
 
 Rank 0 runs ``python -m mlx_paged.engine.ranks.process CHANNEL LIFE BACKEND`` with two inherited
-sockets. The process joins the group before it imports the rest, because rank 0 waits for that.
+sockets. The process tells rank 0 when it runs, when it has imported everything, and when it has
+loaded the model. Rank 0 sleeps until then; in MLX, it would take the core that this may need.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def _follow_and_end(channel: Channel, life: socket.socket, world: mx.distributed
     status = 1
     try:
         claim_process()
+        channel.send(Message(READY).encode())
         follow(channel, world)
         status = 0
     except BaseException as error:

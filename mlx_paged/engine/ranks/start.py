@@ -83,8 +83,10 @@ def _make(
     size, hosts = config.tensor_parallel_size, ranks.hosts
     fields = start_fields(model, dtype, config, hosts)
     ranks.followers.send(Message(START, fields).encode())
+    ranks.followers.await_ready()  # have imported everything
     groups = ParallelGroups.of(ranks.world, size, hosts, ranks.followers.wait)
     loaded = load(model, dtype=dtype, generation_config=generation_config, shard=groups.divide)
+    ranks.followers.await_ready()  # have loaded the model
     engine = Engine(loaded, config, on_kernel=on_kernel, ranks=ranks)
     close_with(engine, ranks.followers)
     return engine
