@@ -179,7 +179,7 @@ def at_real_widths(
         )
         blocks = result["windowed_blocks"] * windowed + result["full_blocks"] * full
         num_bytes[with_groups] = blocks * BLOCK_SIZE
-        fitting[with_groups] = groups.most_blocks(16 * _GIB) * BLOCK_SIZE // context_len
+        fitting[with_groups] = groups.max_blocks(16 * _GIB) * BLOCK_SIZE // context_len
     return {
         "model": case.real_name,
         "bytes": num_bytes[True],

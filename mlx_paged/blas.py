@@ -48,13 +48,13 @@ def preload() -> str:
     return _status
 
 
-def limit_threads(most: int) -> None:
+def limit_threads(num_threads: int) -> None:
     """Limits the threads of our OpenBLAS, unless ``MLX_PAGED_NUM_THREADS`` is set.
 
     Call it before the first product. Has no effect on any other BLAS.
     """
     if _libraries:
-        _libraries[-1].mlx_paged_limit_threads(most)
+        _libraries[-1].mlx_paged_limit_threads(num_threads)
 
 
 def _preload() -> str:

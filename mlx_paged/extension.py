@@ -83,9 +83,9 @@ def _check_allocations(extension: ModuleType, mx: ModuleType) -> None:
 def _limit_threads(ext: ModuleType, cpus: float | None) -> None:
     """Limits threads to a control group's CPU quota: more would use it up sooner and then stall."""
     if cpus is not None:
-        most = max(1, math.ceil(cpus))
-        ext.limit_threads(most)
-        blas.limit_threads(most)
+        num_threads = max(1, math.ceil(cpus))
+        ext.limit_threads(num_threads)
+        blas.limit_threads(num_threads)
 
 
 ext = _load()

@@ -9,7 +9,7 @@ import sys
 WIRED_LIMIT = "iogpu.wired_limit_mb"
 _GIB = 1 << 30
 # Left to the system: at least so much, and this part of large memories.
-_LEAST_LEFT, _PART_LEFT = 4 * _GIB, 8
+_MIN_LEFT, _PART_LEFT = 4 * _GIB, 8
 # With the limit's default of 0, the GPU of a Mac with at most this much memory may use two thirds
 # of it, that of others three quarters.
 _SMALL = 36 * _GIB
@@ -45,25 +45,25 @@ def gpu_bytes(memory_bytes: int, limit_mb: int) -> int:
     return memory_bytes * 2 // 3 if memory_bytes <= _SMALL else memory_bytes * 3 // 4
 
 
-def most_gpu_bytes(memory_bytes: int) -> int:
+def max_gpu_bytes(memory_bytes: int) -> int:
     """Returns the largest sensible limit: the system keeps 4 GiB, or an eighth if that is more."""
-    return max(0, memory_bytes - max(_LEAST_LEFT, memory_bytes // _PART_LEFT))
+    return max(0, memory_bytes - max(_MIN_LEFT, memory_bytes // _PART_LEFT))
 
 
 def limit_advice(memory_bytes: int, limit_mb: int) -> str:
     """Returns one sentence on the GPU's limit, for what does not fit: its value, and whether and
     how to raise it."""
-    now, most = gpu_bytes(memory_bytes, limit_mb), most_gpu_bytes(memory_bytes)
+    now, limit = gpu_bytes(memory_bytes, limit_mb), max_gpu_bytes(memory_bytes)
     default = ", the default" if limit_mb == 0 else ""
     state = (
         f"this Mac's GPU may use {_gib(now)} of {_gib(memory_bytes)} "
         f"({WIRED_LIMIT} is {limit_mb}{default})"
     )
-    if most <= now:
+    if limit <= now:
         return f"{state}, and the system needs the rest"
     return (
-        f"{state}; 'sudo sysctl {WIRED_LIMIT}={most >> 20}' raises that to {_gib(most)} until the "
-        f"next restart and leaves {_gib(memory_bytes - most)} to the system"
+        f"{state}; 'sudo sysctl {WIRED_LIMIT}={limit >> 20}' raises that to {_gib(limit)} until "
+        f"the next restart and leaves {_gib(memory_bytes - limit)} to the system"
     )
 
 

@@ -36,7 +36,7 @@ ADVICE = "this Mac's GPU may use little"
 )
 def test_the_limit_and_how_far_it_may_go(memory_gib, limit_mb, usable, most) -> None:
     assert macos.gpu_bytes(memory_gib * GIB, limit_mb) == int(usable * GIB)
-    assert macos.most_gpu_bytes(memory_gib * GIB) == most * GIB
+    assert macos.max_gpu_bytes(memory_gib * GIB) == most * GIB
 
 
 def test_the_advice_names_limit_command_and_rest() -> None:

@@ -17,7 +17,7 @@ from mlx_paged.kernels import MAX_ROWS, AttentionLayer
 KernelOf = Callable[[AttentionLayer, int], str]
 
 # More rows than any tile of attention has, see `attention_pipelines` in csrc/launch_attention.cpp.
-_MOST_ROWS = 80
+_MAX_ROWS = 80
 # Rows per sequence of decodes, drafts and chunks for which alternatives are timed.
 TIMED_ROWS = (1, 4, 16, 64)
 # Minimum tokens of context per work item of a decode. The first is the number built in
@@ -140,7 +140,7 @@ def _attention_checks(layer: AttentionLayer, block_size: int, kernel_of: KernelO
     if not kernel_of(layer, 1):
         return
     rows_of: dict[str, int] = {}
-    for rows in range(1, _MOST_ROWS + 1):
+    for rows in range(1, _MAX_ROWS + 1):
         rows_of.setdefault(kernel_of(layer, rows), rows)
     rows_of.pop("", None)
     text = layer_text(layer)

@@ -275,13 +275,19 @@ def _calibration(outcome: Outcome | None) -> Iterator[Finding]:
 
 def _threads(machine: Machine, threads: int) -> Finding:
     """Warns if there are more threads than CPUs' worth of quota; all stall when it is used up."""
-    found, most, cpus = f"{threads} threads", threads, machine.usable_cpus
+    found, max_threads, cpus = f"{threads} threads", threads, machine.usable_cpus
     if cpus is not None:
-        found, most = f"{found} on {cpus:g} CPUs", max(1, math.ceil(cpus))
-        if cpus == machine.limits.cpus and threads > most:
+        found, max_threads = f"{found} on {cpus:g} CPUs", max(1, math.ceil(cpus))
+        if cpus == machine.limits.cpus and threads > max_threads:
             found += " (CPU quota of the control group)"
     expected = "no more threads than this process gets CPUs"
-    return _judged(threads <= most, "threads", expected, found, f"set MLX_PAGED_NUM_THREADS={most}")
+    return _judged(
+        threads <= max_threads,
+        "threads",
+        expected,
+        found,
+        f"set MLX_PAGED_NUM_THREADS={max_threads}",
+    )
 
 
 def _amx(status: str) -> Iterator[Finding]:
@@ -314,15 +320,15 @@ def _mac(machine: Machine) -> Iterator[Finding]:
 
 def _gpu_limit(memory_bytes: int, limit_mb: int) -> Finding:
     """Judges the limit that the user may have set, which must leave the system enough."""
-    now, most = macos.gpu_bytes(memory_bytes, limit_mb), macos.most_gpu_bytes(memory_bytes)
+    now, limit = macos.gpu_bytes(memory_bytes, limit_mb), macos.max_gpu_bytes(memory_bytes)
     name, expected = (
         "GPU memory limit",
-        f"at most {most / _GIB:.1f} GiB, which the system can spare",
+        f"at most {limit / _GIB:.1f} GiB, which the system can spare",
     )
     default = "the default" if limit_mb == 0 else f"{macos.WIRED_LIMIT}={limit_mb}"
     found = f"{now / _GIB:.1f} of {memory_bytes / _GIB:.1f} GiB ({default})"
-    remedy = f"sudo sysctl {macos.WIRED_LIMIT}={most >> 20}, or =0 for the system's default"
-    return _judged(limit_mb == 0 or now <= most, name, expected, found, remedy)
+    remedy = f"sudo sysctl {macos.WIRED_LIMIT}={limit >> 20}, or =0 for the system's default"
+    return _judged(limit_mb == 0 or now <= limit, name, expected, found, remedy)
 
 
 def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
@@ -334,11 +340,11 @@ def _nvidia(machine: Machine, software: Software) -> Iterator[Finding]:
         yield Finding("NVIDIA driver", Status.WARNING, f"a GPU for {backend}", "no GPU", remedy)
     for gpu in machine.gpus:
         if backend:
-            least = _MIN_DRIVER[backend]
-            expected, found = f"{least} or later, for {backend}", f"{gpu.driver} ({gpu.name})"
+            minimum = _MIN_DRIVER[backend]
+            expected, found = f"{minimum} or later, for {backend}", f"{gpu.driver} ({gpu.name})"
             remedy = f"update the driver to {expected}"
             remedy += ", or use the extra [cuda12]" if backend == "mlx-cuda-13" else ""
-            is_well = version(gpu.driver) >= version(least)
+            is_well = version(gpu.driver) >= version(minimum)
             yield _judged(is_well, "NVIDIA driver", expected, found, remedy, Status.BROKEN)
         if version(gpu.compute_capability):
             is_well = version(gpu.compute_capability) >= version(_MIN_CAPABILITY)

@@ -253,7 +253,7 @@ class EngineConfig:
         _ = self.media_options
 
     def _check_integers(self) -> None:
-        for name, least in (
+        for name, minimum in (
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),
             ("num_gpu_blocks_override", 2),
@@ -276,9 +276,9 @@ class EngineConfig:
             optional = "None or " if type(self).__dataclass_fields__[name].default is None else ""
             if value is None and optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 raise InvalidParameterError(
-                    name, f"{optional}an integer of at least {least}", value
+                    name, f"{optional}an integer of at least {minimum}", value
                 )
 
     def _check_flags(self) -> None:
@@ -338,14 +338,14 @@ class EngineConfig:
         )
 
     def _check_offloading(self) -> None:
-        for name, least in (("kv_offloading_size", 0.0), ("kv_offload_gib", 1 / 16)):
+        for name, minimum in (("kv_offloading_size", 0.0), ("kv_offload_gib", 1 / 16)):
             size = getattr(self, name)
             if size is None and name == "kv_offloading_size":
                 continue
             is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-            if not is_number or not least < size <= _MAX_OFFLOADING:
+            if not is_number or not minimum < size <= _MAX_OFFLOADING:
                 optional = "None or " if name == "kv_offloading_size" else ""
-                expected = f"{optional}GiB in ({least:g}, {_MAX_OFFLOADING}]"
+                expected = f"{optional}GiB in ({minimum:g}, {_MAX_OFFLOADING}]"
                 raise InvalidParameterError(name, expected, size)
         folder = self.kv_offload_dir
         if folder is not None and (not isinstance(folder, (str, Path)) or not str(folder)):
@@ -572,14 +572,14 @@ class EngineConfig:
         model_limit: int | None,
         left_over: int | None = None,
         *,
-        most_blocks: Callable[[int], int] | None = None,
+        max_blocks: Callable[[int], int] | None = None,
     ) -> int:
         """Returns the number of blocks in the pool, including block 0, which is never handed out.
 
         Args:
             bytes_per_token: Bytes of K and V of one token, for each layer.
             left_over: Bytes that `gpu_memory_utilization` leaves for the pool, if it applies.
-            most_blocks: Returns the number of blocks that fit in some bytes, for models whose
+            max_blocks: Returns the number of blocks that fit in some bytes, for models whose
                 layers have different numbers of blocks.
 
         Raises:
@@ -591,10 +591,10 @@ class EngineConfig:
         memory = self.kv_cache_memory or left_over
         if memory is None:
             memory = min(_DEFAULT_KV_CACHE_MEMORY, physical_memory() // 2)
-        fitting = memory // block_bytes if most_blocks is None else most_blocks(memory)
+        fitting = memory // block_bytes if max_blocks is None else max_blocks(memory)
         if fitting < 2:
             expected = f"at least two blocks of {block_bytes} bytes"
-            if most_blocks is not None:
+            if max_blocks is not None:
                 expected += " and what goes with them in windows and states"
             if self.kv_cache_memory is None and left_over is not None:
                 given = f"{self.gpu_memory_utilization}, which leaves {left_over} bytes"

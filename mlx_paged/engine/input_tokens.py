@@ -44,12 +44,12 @@ class DraftsInFlight:
 
     Attributes:
         tokens: ``[num_drafts]`` int32, all of them tokens of the model.
-        places: By seq_id, the indices of a sequence's drafts in `tokens`, in order. A step may
+        indices: By seq_id, the indices of a sequence's drafts in `tokens`, in order. A step may
             verify fewer.
     """
 
     tokens: mx.array
-    places: Mapping[int, Sequence[int]]
+    indices: Mapping[int, Sequence[int]]
 
     def sources(self, batch: StepBatch) -> np.ndarray:
         """``[num_tokens]`` int32: the index in `tokens` of each row's token; -1 if it is known."""
@@ -57,8 +57,8 @@ class DraftsInFlight:
         end = 0
         for seq_id, length, count in zip(batch.seq_ids, batch.query_lens, batch.num_drafts):
             end += length
-            if count and seq_id in self.places:
-                source[end - count : end] = self.places[seq_id][:count]
+            if count and seq_id in self.indices:
+                source[end - count : end] = self.indices[seq_id][:count]
         return source
 
     def fill(self, batch: StepBatch) -> None:
@@ -115,5 +115,5 @@ def input_tokens(
 
 def _merged(source: np.ndarray, known: np.ndarray, in_flight: mx.array) -> mx.array:
     """Takes the tokens at `source` in `in_flight`, and the known ones where that is -1."""
-    places, tokens = ops.upload(source, known)
-    return mx.where(places < 0, tokens, ops.take_rows(in_flight, mx.maximum(places, 0)))
+    indices, tokens = ops.upload(source, known)
+    return mx.where(indices < 0, tokens, ops.take_rows(in_flight, mx.maximum(indices, 0)))

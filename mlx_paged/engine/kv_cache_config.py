@@ -66,10 +66,10 @@ class KVCacheConfig:
             typical = max(_TYPICAL_CONTEXT_LEN, _TYPICAL_WINDOWS * longest)
             typical = typical if model_len is None else min(typical, model_len)
         self._typical_blocks = self._blocks_for(typical)
-        self._most_blocks = _MAX_BLOCKS
+        self._max_blocks = _MAX_BLOCKS
         if set(layout.group_specs) <= set(self.windows):
             whole = 0 if model_len is None else self._blocks_for(model_len)
-            self._most_blocks = 1 + max(_MAX_BLOCKS_WITHOUT_LAYERS, whole)
+            self._max_blocks = 1 + max(_MAX_BLOCKS_WITHOUT_LAYERS, whole)
 
     def sizes(self, num_blocks: int) -> PoolSizes:
         """The sizes that go with a full group of `num_blocks` blocks."""
@@ -99,9 +99,9 @@ class KVCacheConfig:
         of_slots = sizes.num_state_slots * self._layout.bytes_per_slot
         return of_blocks * self._block_size + of_slots
 
-    def most_blocks(self, num_bytes: int) -> int:
+    def max_blocks(self, num_bytes: int) -> int:
         """Returns the blocks of the full group so that all pools take at most `num_bytes` bytes."""
-        return bisect_right(range(1 + self._most_blocks), num_bytes, key=self.num_bytes) - 1
+        return bisect_right(range(1 + self._max_blocks), num_bytes, key=self.num_bytes) - 1
 
     def blocks_by_group(self, sizes: PoolSizes) -> dict[KVCacheGroupSpec, int]:
         """Returns the blocks of the pools of each group."""

@@ -173,9 +173,9 @@ class Batch:
         `SequenceUpdate.request_id` is the index of the request in the batch, from "0".
         """
         assert self._inbox is not None
-        place = {request_id: str(i) for i, request_id in enumerate(self.request_ids)}
+        index_of = {request_id: str(i) for i, request_id in enumerate(self.request_ids)}
         while self._inbox or not self.finished:
-            yield [u._replace(request_id=place[u.request_id]) for u in self._inbox.take()]
+            yield [u._replace(request_id=index_of[u.request_id]) for u in self._inbox.take()]
             if not self.finished:
                 self._client.step()
 

@@ -20,7 +20,7 @@ from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
 from mlx_paged.errors import InvalidParameterError, OutOfMemoryError
-from mlx_paged.model.layerwise import LARGE_STEP, MOST_PARTS
+from mlx_paged.model.layerwise import LARGE_STEP, MAX_PARTS
 from mlx_paged.platform import Platform, is_cpu_default, is_out_of_memory
 
 if TYPE_CHECKING:  # A router needs the rest, but no model.
@@ -108,8 +108,8 @@ def with_step_tokens(config: EngineConfig, platform: Platform) -> EngineConfig:
         return config
     share = config.gpu_memory_utilization or _DEFAULT_GPU_UTILIZATION
     free = int(device_memory() * share) - mx.get_active_memory()
-    for num_tokens, least in _STEP_TOKENS:
-        if free >= least:
+    for num_tokens, min_free in _STEP_TOKENS:
+        if free >= min_free:
             return replace(config, max_num_batched_tokens=num_tokens)
     return config
 
@@ -191,7 +191,7 @@ def allocate_pools(
             ],
             model_limit,
             left_over,
-            most_blocks=kv_config.most_blocks,
+            max_blocks=kv_config.max_blocks,
         )
     except InvalidParameterError as error:
         advice = macos.limit_advice_here()
@@ -275,9 +275,9 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
     if not (model.platform.has_cuda and batch.num_tokens >= LARGE_STEP):
         return needed
     model.parts_ahead = 2
-    part = max(_peak_of(runner, batch) - needed, needed // MOST_PARTS, 1)
+    part = max(_peak_of(runner, batch) - needed, needed // MAX_PARTS, 1)
     room = int(device_memory() * _RUN_AHEAD_SHARE)
-    model.parts_ahead = min(MOST_PARTS, 1 + room // part)
+    model.parts_ahead = min(MAX_PARTS, 1 + room // part)
     return needed + part * (model.parts_ahead - 1)
 
 

@@ -172,7 +172,7 @@ class PoolMemory:
 
     # Resizing. No step may be in flight.
 
-    def least(self, kv: KVManager, num_running: int) -> int:
+    def min_blocks(self, kv: KVManager, num_running: int) -> int:
         """Returns the smallest full group that holds what is in use and lets sequences grow."""
         used = [group.pool.num_used + group.pool.num_quarantined for group in kv.attention]
         room = max(used[0] // _SPARE, self._step_blocks, num_running)

@@ -120,9 +120,9 @@ class Relief:
         lacks_room = scheduler.has_unfinished and scheduler.lacks_room
         # Keep what the next step needs, or the pools would shrink and grow forever.
         if self._shrinks and not lacks_room and self.pressure.clock() >= self._next_shrink:
-            least = pools.least(kv, num_running)
-            if pools.is_worthwhile(least):
-                return least
+            min_blocks = pools.min_blocks(kv, num_running)
+            if pools.is_worthwhile(min_blocks):
+                return min_blocks
         if not pools.is_shrunk or not scheduler.has_unfinished:
             return pools.num_blocks
         is_short = lacks_room or pools.is_short(kv, num_running)

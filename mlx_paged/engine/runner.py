@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_ORDERED_ROWS = 64
 
-# (index into the batch, number of reported positions)
-Places = list[tuple[int, int]]
+# (index into the batch, number of reported positions) of each sequence
+PositionCounts = list[tuple[int, int]]
 
 
 class Chosen(NamedTuple):
@@ -140,12 +140,12 @@ class Reported:
     """Log-probabilities of some sequences of a step."""
 
     arrays: LogprobArrays
-    places: Places  # the sequences of the positions, in order
+    counts: PositionCounts  # in the order of the positions
 
     def read(self) -> list[tuple[int, list[PositionLogprobs]]]:
         """(index, its positions) of each sequence."""
         positions = iter(self.arrays.read())
-        return [(index, [next(positions) for _ in range(count)]) for index, count in self.places]
+        return [(index, [next(positions) for _ in range(count)]) for index, count in self.counts]
 
 
 class ModelRunner:

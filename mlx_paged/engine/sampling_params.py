@@ -170,14 +170,16 @@ class SamplingParams:
             self._check("logit_bias", ok, "token ids of at least 0 to numbers in [-100, 100]")
             set_field(self, "logit_bias", {int(i): float(b) for i, b in self.logit_bias.items()})
 
-    def _take_integer(self, name: str, expected: str, least: int, most: int = _MAX_INT) -> None:
+    def _take_integer(
+        self, name: str, expected: str, minimum: int, maximum: int = _MAX_INT
+    ) -> None:
         value = getattr(self, name)
-        self._check(name, _is_integer(value, least, most), expected)
+        self._check(name, _is_integer(value, minimum, maximum), expected)
         object.__setattr__(self, name, int(value))
 
-    def _take_number(self, name: str, expected: str, least: float, most: float) -> None:
+    def _take_number(self, name: str, expected: str, minimum: float, maximum: float) -> None:
         value = getattr(self, name)
-        self._check(name, _is_number(value, least, most), expected)
+        self._check(name, _is_number(value, minimum, maximum), expected)
         object.__setattr__(self, name, float(value))
 
     def _check(self, name: str, ok: bool, expected: str) -> None:
@@ -218,19 +220,19 @@ class SamplingParams:
         )
 
 
-def _is_integer(value: object, least: int, most: int = _MAX_INT) -> bool:
+def _is_integer(value: object, minimum: int, maximum: int = _MAX_INT) -> bool:
     """Returns True if an integer, Python's or NumPy's, is in [least, most]."""
     if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
         return False  # Checking an abstract class takes many times as long.
-    return least <= int(value) <= most
+    return minimum <= int(value) <= maximum
 
 
-def _is_number(value: object, least: float, most: float) -> bool:
+def _is_number(value: object, minimum: float, maximum: float) -> bool:
     """Returns True if a number is in [least, most], which are finite."""
     is_plain = type(value) is float or type(value) is int
     if not is_plain and (not isinstance(value, Real) or isinstance(value, bool)):
         return False
-    return least <= value <= most  # type: ignore[operator,no-any-return]
+    return minimum <= value <= maximum  # type: ignore[operator,no-any-return]
 
 
 def _as_tuple(values: object) -> tuple[object, ...] | None:

@@ -42,8 +42,8 @@ class SpecDecodingStats:
             accepted_per_pos: Number of sequences that accepted their first draft, their second...
         """
         per_pos = list(self.num_accepted_tokens_per_pos)
-        for place, count in enumerate(accepted_per_pos):
-            per_pos[place] += count
+        for index, count in enumerate(accepted_per_pos):
+            per_pos[index] += count
         return SpecDecodingStats(
             self.num_drafts + num_drafts,
             self.num_draft_tokens + num_draft_tokens,

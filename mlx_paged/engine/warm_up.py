@@ -48,7 +48,7 @@ _PROMPTS = (16, 32, 48, 64, 512)
 _FEW = 64
 # Sequences up to which decodes of every padded size are prepared. A load passes through all of them
 # while it grows and shrinks.
-_MOST_PADDED = 256
+_MAX_PADDED = 256
 # Steps of decodes and a prompt: (sequences that decode, prompt tokens; 0: the rest of the step).
 _MIXED = ((8, 512), (32, 0))
 # Numbers of rows of steps with prompts that are prepared, between each power of two and the next.
@@ -119,17 +119,17 @@ class Kind:
     settings: str = ""
 
 
-def batch_sizes(most: int, *, padded_from: int | None = None) -> list[int]:
+def batch_sizes(max_seqs: int, *, padded_from: int | None = None) -> list[int]:
     """Numbers of sequences to prepare: powers of two, and the largest.
 
     Args:
         padded_from: Also one for each shape of this many to 256 sequences (`padded_decodes`), so
             that none of these numbers of sequences meets a new one. None: no further ones.
     """
-    sizes = {1 << i for i in range(most.bit_length())} | {most}
+    sizes = {1 << i for i in range(max_seqs.bit_length())} | {max_seqs}
     if padded_from is not None:
-        padded = range(padded_from, min(most, _MOST_PADDED) + 1)
-        sizes |= {min(padded_decodes(size), most) for size in padded}
+        padded = range(padded_from, min(max_seqs, _MAX_PADDED) + 1)
+        sizes |= {min(padded_decodes(size), max_seqs) for size in padded}
     return sorted(sizes)
 
 
@@ -151,7 +151,7 @@ def kinds(
     longest = _LONG_CONTEXT
     if max_context_len is not None:  # A chain of steps makes the context longer.
         longest = max(1, min(longest, max_context_len - (_STEPS - 1)))
-    most = min(config.max_num_seqs, config.step_tokens)
+    max_seqs = min(config.max_num_seqs, config.step_tokens)
     if not with_cuda:
         return [Kind(1, context_len=longest), Kind(1, temperature=1.0)]
     lens = {n for n in _PROMPTS if n < config.step_tokens} | {config.step_tokens}
@@ -167,19 +167,19 @@ def kinds(
         prompts.append(Kind(1, count, context_len))
     for num_decodes, num_tokens in _MIXED:
         count = num_tokens or config.step_tokens - num_decodes
-        fits = num_decodes < most and _FEW < count <= config.step_tokens - num_decodes
+        fits = num_decodes < max_seqs and _FEW < count <= config.step_tokens - num_decodes
         if fits and count <= longest:
             prompts.append(Kind(1, count, longest, temperature=1.0, num_decodes=num_decodes))
-    most_rows = most
+    max_rows = max_seqs
     if config.speculative_config is not None:  # Drafts are rows like decodes.
-        most_rows, padded_from = max(most, min(_FEW, config.step_tokens)), 1
+        max_rows, padded_from = max(max_seqs, min(_FEW, config.step_tokens)), 1
     decodes = [
         kind
-        for size in reversed(batch_sizes(most_rows, padded_from=padded_from))
+        for size in reversed(batch_sizes(max_rows, padded_from=padded_from))
         for kind in (Kind(size), Kind(size, context_len=longest, temperature=1.0))
     ]
-    further = [Kind(min(2, most), settings=name) for name in _SETTINGS]
-    loads = _loads(config.step_tokens, most, max_context_len)
+    further = [Kind(min(2, max_seqs), settings=name) for name in _SETTINGS]
+    loads = _loads(config.step_tokens, max_seqs, max_context_len)
     return [*reversed(prompts), *loads, *decodes, *further]
 
 
@@ -191,13 +191,13 @@ def _prepared_chunks(step_tokens: int, max_context_len: int | None) -> list[tupl
     return [(n, end) for n, end in ends if max_context_len is None or end <= max_context_len]
 
 
-def _loads(step_tokens: int, most: int, max_context_len: int | None) -> list[Kind]:
+def _loads(step_tokens: int, max_seqs: int, max_context_len: int | None) -> list[Kind]:
     """Steps with prompts and decodes as under load, smallest first, in many sizes.
 
     Each padded number of sequences occurs, since as many rows have logits.
 
     Args:
-        most: Maximum sequences of a step.
+        max_seqs: Maximum sequences of a step.
     """
     rows = []
     size = _FEW
@@ -205,7 +205,7 @@ def _loads(step_tokens: int, most: int, max_context_len: int | None) -> list[Kin
         stride = max(1, size // _ROWS_PER_OCTAVE)
         rows += [n for n in range(size + stride, 2 * size + 1, stride) if n <= step_tokens]
         size *= 2
-    counts = batch_sizes(most, padded_from=1)
+    counts = batch_sizes(max_seqs, padded_from=1)
     loads = []
     for i in range(max(len(rows), len(counts)) if rows else 0):
         num_rows = rows[i * len(rows) // max(len(rows), len(counts))]

@@ -261,14 +261,14 @@ def _falcon_norm(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     return True
 
 
-def _least_time_step(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
+def _min_time_step(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """Nemotron H's time steps are at least `time_step_min`."""
-    least = config.get("time_step_min")
-    if least is None:
+    minimum = config.get("time_step_min")
+    if minimum is None:
         return False
     for layer in model.layers:
         if hasattr(layer.mixer, "time_step_limit"):
-            layer.mixer.time_step_limit = (float(least), float("inf"))
+            layer.mixer.time_step_limit = (float(minimum), float("inf"))
     return True
 
 
@@ -399,7 +399,7 @@ DEVIATIONS: tuple[Deviation, ...] = (
     ),
     Deviation(("mimo_v2_flash",), "counts windows without the query", "mimo_v2_flash", _elsewhere),
     Deviation(
-        ("nemotron_h",), "allows time steps below time_step_min", "nemotron_h", _least_time_step
+        ("nemotron_h",), "allows time steps below time_step_min", "nemotron_h", _min_time_step
     ),
     Deviation(
         ("nanochat",),

@@ -66,10 +66,10 @@ def run_in_groups(
         rows = (first_rows[members][:, None] + np.arange(group.length)).reshape(-1)
         mine = np.flatnonzero(np.isin(inputs.logit_rows, rows))
         within = np.searchsorted(rows, inputs.logit_rows[mine])
-        places = int32(rows)
-        grouped = tokens[places].reshape(len(members), group.length)
+        indices = int32(rows)
+        grouped = tokens[indices].reshape(len(members), group.length)
         adapters = None if inputs.adapters is None else int32(inputs.adapters[rows] - 1)
-        features = None if inputs.features is None else inputs.features[places]
+        features = None if inputs.features is None else inputs.features[indices]
         context.enter(Step(no_plan, int32(within), adapters=adapters))
         try:
             with ExitStack() as stack:
@@ -91,9 +91,9 @@ def run_in_groups(
     return GatheredOutput(_in_order(parts, wanted), tuple(in_order))
 
 
-def _in_order(parts: Sequence[mx.array], places: Sequence[np.ndarray]) -> mx.array:
+def _in_order(parts: Sequence[mx.array], indices: Sequence[np.ndarray]) -> mx.array:
     """Joins rows of groups, in the order of their places."""
-    return mx.concatenate(list(parts))[int32(np.argsort(np.concatenate(places)))]
+    return mx.concatenate(list(parts))[int32(np.argsort(np.concatenate(indices)))]
 
 
 def _state_group(inputs: StepInputs, members: np.ndarray, length: int) -> SequenceGroup:

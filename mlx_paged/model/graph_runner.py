@@ -87,15 +87,15 @@ class Refusals:
     Attributes:
         steps: For all steps.
         executables: For all as executables of a GPU. `mx.compile` may repeat their graphs.
-        many_rows: For those of more than `most_rows` rows as executables; fewer kernels serve them.
-        most_rows: At least 64.
+        many_rows: For those of more than `max_rows` rows as executables; fewer kernels serve them.
+        max_rows: At least 64.
         prompts: For those with prompts as executables.
     """
 
     steps: str | None = None
     executables: str | None = None
     many_rows: str | None = None
-    most_rows: int = _FEW_ROWS
+    max_rows: int = _FEW_ROWS
     prompts: str | None = None
 
 
@@ -235,15 +235,15 @@ class GraphRunner:
 
     def reads_once(self, num_rows: int) -> bool:
         """True if a step of this many decodes will read its plan once, as a GPU's executable."""
-        refusals, most = self.refusals, self.platform.max_gpu_step_rows
+        refusals, limit = self.refusals, self.platform.max_gpu_step_rows
         if refusals.many_rows:
-            most = min(most, refusals.most_rows)
-        return not (refusals.steps or refusals.executables) and num_rows <= most
+            limit = min(limit, refusals.max_rows)
+        return not (refusals.steps or refusals.executables) and num_rows <= limit
 
     def takes_prompts(self, num_rows: int) -> bool:
         """True if a step with prompts and this many rows may become a GPU's executable."""
-        most = _MAX_ROWS_OF_PROMPTS
-        return not self.refusals.prompts and num_rows <= most and self.reads_once(num_rows)
+        limit = _MAX_ROWS_OF_PROMPTS
+        return not self.refusals.prompts and num_rows <= limit and self.reads_once(num_rows)
 
     def _compile(
         self, shape: object, tokens: mx.array, step: Step, pools: Pools, repeat: Repeat
@@ -289,7 +289,7 @@ class GraphRunner:
         elif repeat is Repeat.WITH_PROMPTS:
             refusals.prompts, what = reason, "steps with prompts"
         elif num_rows > _FEW_ROWS:
-            refusals.many_rows, refusals.most_rows = reason, num_rows - 1
+            refusals.many_rows, refusals.max_rows = reason, num_rows - 1
             what = f"steps of {num_rows} rows or more"
         else:
             refusals.executables = reason
@@ -398,7 +398,7 @@ class GraphRunner:
 
 def padded_decodes(num_rows: int) -> int:
     """Returns the padded number of rows of a step of this many decodes, one of a small set."""
-    stride = next(stride for most, stride in _STRIDES_OF_DECODES if num_rows <= most)
+    stride = next(stride for bound, stride in _STRIDES_OF_DECODES if num_rows <= bound)
     return _rounded_up(num_rows, stride) if stride else 1 << (num_rows - 1).bit_length()
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 LARGE_STEP = 2048  # rows
 # MLX waits for the device when more command buffers than this are in flight.
-MOST_PARTS = 8
+MAX_PARTS = 8
 # In smaller steps, this many layers keep a GPU busy longer than the host takes to build as many.
 _LAYERS_OF_PART = 4
 
@@ -27,11 +27,11 @@ class LayerwiseSubmit:
 
     Attributes:
         num_layers: Layers of a part.
-        most: Maximum parts in flight besides the one being built; None means no limit.
+        max_parts: Maximum parts in flight besides the one being built; None means no limit.
     """
 
     num_layers: int
-    most: int | None = None
+    max_parts: int | None = None
     _under_way: deque[mx.array] = field(default_factory=deque, init=False, compare=False)
 
     def layer_built(self, layer: int, pool: mx.array, rows: mx.array) -> None:
@@ -44,10 +44,10 @@ class LayerwiseSubmit:
         if layer % self.num_layers:
             return
         mx.async_eval(pool)  # type: ignore[no-untyped-call]
-        if self.most is None:
+        if self.max_parts is None:
             return
         self._under_way.append(rows)
-        if len(self._under_way) > self.most:
+        if len(self._under_way) > self.max_parts:
             mx.eval(self._under_way.popleft())
 
     def attention_built(self, layer: int, out: mx.array) -> None:
@@ -66,4 +66,4 @@ def layerwise_submit(num_rows: int, parts_ahead: int) -> LayerwiseSubmit:
     """
     if num_rows < LARGE_STEP:
         return LayerwiseSubmit(_LAYERS_OF_PART)
-    return LayerwiseSubmit(1, most=parts_ahead)
+    return LayerwiseSubmit(1, max_parts=parts_ahead)

@@ -54,7 +54,7 @@ def _stacked(model: Any, weights: Weights) -> Weights:
     module = type(model).__module__.rpartition(".")[2]
     names = {name for name, _ in tree_flatten(model.parameters())}
 
-    def place(prefix: str, name: str) -> str | None:
+    def target_name(prefix: str, name: str) -> str | None:
         for base in (
             prefix,
             prefix.replace(".mlp", ".block_sparse_moe"),
@@ -68,7 +68,7 @@ def _stacked(model: Any, weights: Weights) -> Weights:
     found: Weights = {}
     for key, weight in weights.items():
         match = None if module in _READS_FUSED else _FUSED.match(key)
-        target = match and place(match[1], match[2].replace("gate_up", "gate"))
+        target = match and target_name(match[1], match[2].replace("gate_up", "gate"))
         if match is None or target is None:
             found[key] = weight
             continue
@@ -84,7 +84,7 @@ def _stacked(model: Any, weights: Weights) -> Weights:
     if module in _READS_FUSED_ONLY:
         experts: dict[str, dict[int, str]] = {}
         for key in found:
-            if (match := _EXPERT.match(key)) and (target := place(match[1], match[3])):
+            if (match := _EXPERT.match(key)) and (target := target_name(match[1], match[3])):
                 experts.setdefault(target, {})[int(match[2])] = key
         for target, keys in experts.items():
             found[target] = mx.stack([found.pop(keys[i]) for i in range(len(keys))])

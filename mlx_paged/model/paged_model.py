@@ -233,16 +233,18 @@ class PagedModel:
         """The module that makes its logits; None if none does."""
         return self._output_rows.projection
 
-    def tap(self, places: Sequence[int]) -> None:
+    def tap(self, layer_ids: Sequence[int]) -> None:
         """Makes `run` return hidden states of all rows. Call it once, before `allocate`.
 
         Args:
-            places: See `Taps`.
+            layer_ids: See `Taps`.
 
         Raises:
             ValueError: The model has no such layer.
         """
-        self._taps = Taps(self.model, places, context=self._context, output_rows=self._output_rows)
+        self._taps = Taps(
+            self.model, layer_ids, context=self._context, output_rows=self._output_rows
+        )
         if self._taps.reads_end:
             self.prunes_last_layer = False
 

@@ -114,9 +114,9 @@ def divide_layers(model: nn.Module, config: Mapping[str, Any], group: mx.distrib
     if isinstance(model, TakesMedia) and model.adds_to_layers:
         reason = "features of media are added between its layers"
         raise _unsupported(config.get("model_type"), reason, size)
-    least, more = divmod(len(layers), size)
-    first = rank * least + min(rank, more)
-    stage = Stage(group, first, first + least + (rank < more))
+    per_stage, more = divmod(len(layers), size)
+    first = rank * per_stage + min(rank, more)
+    stage = Stage(group, first, first + per_stage + (rank < more))
     others = [layer for i, layer in enumerate(layers) if not stage.first <= i < stage.end]
     for layer in others:
         _drop_weights(layer)

@@ -59,8 +59,8 @@ class BlockTableCache:
 
     def __init__(self) -> None:
         self._slots: dict[int, int] = {}  # seq_id -> slot
-        self._seq_ids: tuple[int, ...] = ()  # of the step before,
-        self._places = np.zeros(0, dtype=np.intp)  # and their slots
+        self._seq_ids: tuple[int, ...] = ()  # of the previous step
+        self._last_slots = np.zeros(0, dtype=np.intp)  # of these sequences
         self._tables: Sequence[tuple[Sequence[int], int]] = ()  # in their original form
         self._found: PaddedTables | None = None  # for them; None: something has changed since
         self._free: list[int] = []
@@ -88,19 +88,19 @@ class BlockTableCache:
         before: Sequence[object] = self._tables
         if seq_ids != self._seq_ids:
             slots, fresh = self._slots_of(seq_ids)
-            self._seq_ids, self._places = seq_ids, np.array(slots, dtype=np.intp)
+            self._seq_ids, self._last_slots = seq_ids, np.array(slots, dtype=np.intp)
             before, self._found = [None] * len(seq_ids), None
-        places, self._tables = self._places, tables
+        rows, self._tables = self._last_slots, tables
         for i, (given, known) in enumerate(zip(tables, before)):
             if given is not known and given[1] < len(given[0]):
-                self._write(places[i], *given)
+                self._write(rows[i], *given)
         for i in fresh:  # An unused slot has been written completely above.
             table, first = tables[i]
             if first >= len(table):
-                self._write(places[i], table, 0)
+                self._write(rows[i], table, 0)
         if self._found is None:
-            lengths = self._lengths[places]
-            blocks = self._blocks[:, : lengths.max(initial=1)].take(places, axis=0)
+            lengths = self._lengths[rows]
+            blocks = self._blocks[:, : lengths.max(initial=1)].take(rows, axis=0)
             for array in (blocks, lengths):
                 array.setflags(write=False)
             self._found = PaddedTables(blocks, lengths)
@@ -334,9 +334,9 @@ def build_plan(
     )
     if plan is None:
         _validate(block_tables.lengths, lens, rows, block_size)
-        width, most = block_tables.blocks.shape[1], int(block_tables.lengths.max(initial=0))
-        if most > width:
-            _refuse("block_tables", f"{most} blocks wide", width)
+        width, longest = block_tables.blocks.shape[1], int(block_tables.lengths.max(initial=0))
+        if longest > width:
+            _refuse("block_tables", f"{longest} blocks wide", width)
         _refuse("num_rows", "at least those of the sequences, or just those with bounds,", num_rows)
     return plan
 

@@ -99,13 +99,13 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | N
     kinds = config.get("layer_types") or ()
     replaced = []
     layers = model.layers if hasattr(model, "layers") else model.model.layers
-    places = [
+    found = [
         (index, layer, path, module)
         for index, layer in enumerate(layers)
         for path, module in layer.named_modules()
         if path and _turns(module) is not None
     ]
-    for index, layer, path, module in places:
+    for index, layer, path, module in found:
         now = _turns(module)
         assert now is not None
         parameters, layer_kind = given, kinds[index] if index < len(kinds) else None

@@ -36,7 +36,7 @@ _MAX_READS = 8
 # Threads that copy blocks out of pinned memory: one core copies a few gigabytes per second, where a
 # GPU sends tens. Fewer bytes are not worth waking them.
 _COPY_THREADS = min(4, max(1, (os.cpu_count() or 1) // 4))
-_LEAST_PARALLEL_BYTES = 4 << 20
+_MIN_PARALLEL_BYTES = 4 << 20
 # An attention block is written as 8 tokens of heads of at most 512 words, see `_Words`.
 _TOKENS = 8
 _MAX_HEAD = 512
@@ -136,11 +136,11 @@ def _runs_of(parts: Sequence[Rows]) -> list[_Run]:
     runs = []
     for size, indexes in by_size.items():
         while indexes:
-            places = [parts[index].begin for index in indexes]
-            step, count = (places[1] - places[0] if len(places) > 1 else size), 1
-            while count < len(places) and places[count] - places[count - 1] == step:
+            begins = [parts[index].begin for index in indexes]
+            step, count = (begins[1] - begins[0] if len(begins) > 1 else size), 1
+            while count < len(begins) and begins[count] - begins[count - 1] == step:
                 count += 1
-            runs.append(_Run(indexes[:count], places[0] // 4, step // 4, size // 4))
+            runs.append(_Run(indexes[:count], begins[0] // 4, step // 4, size // 4))
             indexes = indexes[count:]
     return runs
 
@@ -196,11 +196,11 @@ class StagedBlockBytes(BlockBytes):
     def begin_reads(self, step: int) -> None:
         to_read, self._to_read = self._to_read, {}
         for group, reads in to_read.items():
-            most = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
-            for first in range(0, len(reads), most):
+            batch = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
+            for first in range(0, len(reads), batch):
                 if len(self._reading) >= _MAX_READS:
                     self._end(self._reading.popleft())
-                part = reads[first : first + most]
+                part = reads[first : first + batch]
                 host = self._gather(group, part)
                 mx.async_eval(host)  # type: ignore[no-untyped-call]
                 self._reading.append(_Reading(host, part, step))
@@ -225,7 +225,7 @@ class StagedBlockBytes(BlockBytes):
         mx.eval(host)
         rows = np.frombuffer(host, dtype=np.uint8).reshape(len(reads), -1)  # type: ignore[call-overload]
         outs = [read.out for read in reads]
-        if host.nbytes >= _LEAST_PARALLEL_BYTES and len(reads) > 1:
+        if host.nbytes >= _MIN_PARALLEL_BYTES and len(reads) > 1:
             # Copies release the interpreter's lock.
             for _ in self._copiers.map(np.copyto, outs, rows):
                 pass
@@ -245,9 +245,9 @@ class StagedBlockBytes(BlockBytes):
     def begin_writes(self) -> None:
         to_write, self._to_write = self._to_write, {}
         for group, writes in to_write.items():
-            most = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
-            for first in range(0, len(writes), most):
-                self._scatter(group, writes[first : first + most])
+            batch = max(1, _TRANSFER_BYTES // max(1, self.num_bytes[group]))
+            for first in range(0, len(writes), batch):
+                self._scatter(group, writes[first : first + batch])
 
     def _scatter(self, group: int, writes: Sequence[tuple[int, Bytes]]) -> None:
         """Begins to write blocks of a group; waits for earlier writes if there are many."""

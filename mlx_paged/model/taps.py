@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_paged.model.caches import StepContext
 from mlx_paged.model.patches import OutputRows, overridden
 
-#: The place of the states that the output projection reads, after the final norm.
+#: Layer id of the states after the final norm, which the output projection reads.
 FINAL = -1
 
 
@@ -20,8 +20,8 @@ class Taps:
 
     Args:
         model: An mlx-lm model; the classes of its layers are changed.
-        places: Layers whose inputs are recorded, by number from 0. The number of layers means the
-            output of the last one, and `FINAL` its output after the final norm.
+        layer_ids: Layers whose inputs are recorded, by number from 0. The number of layers stands
+            for the output of the last one, and `FINAL` for its output after the final norm.
 
     Raises:
         ValueError: The model has no such layer.
@@ -30,58 +30,58 @@ class Taps:
     def __init__(
         self,
         model: nn.Module,
-        places: Sequence[int],
+        layer_ids: Sequence[int],
         *,
         context: StepContext,
         output_rows: OutputRows,
     ) -> None:
         layers = getattr(model, "layers", None)
         if not isinstance(layers, list):
-            if set(places) != {FINAL}:
+            if set(layer_ids) != {FINAL}:
                 raise ValueError("the model has no list of layers to read hidden states from")
             layers = []
-        wrong = [place for place in places if not FINAL <= place <= len(layers)]
+        wrong = [layer_id for layer_id in layer_ids if not FINAL <= layer_id <= len(layers)]
         if wrong:
             raise ValueError(f"the model has {len(layers)} layers, and none before {wrong[0]}")
         self._context = context
-        self._places = tuple(places)
+        self._layer_ids = tuple(layer_ids)
         self._found: dict[int, mx.array] = {}
         #: True if all rows of the last layer are needed.
-        self.reads_end = FINAL in places or len(layers) in places
-        for place in sorted(set(places) - {FINAL}):
-            if place < len(layers):
-                self._record_input(layers[place], place)
+        self.reads_end = FINAL in layer_ids or len(layers) in layer_ids
+        for layer_id in sorted(set(layer_ids) - {FINAL}):
+            if layer_id < len(layers):
+                self._record_input(layers[layer_id], layer_id)
             else:
-                self._record_output(layers[-1], place)
-        if FINAL in places:
+                self._record_output(layers[-1], layer_id)
+        if FINAL in layer_ids:
             output_rows.on_hidden = self._record_final
 
     def take(self) -> tuple[mx.array, ...]:
         """Returns the states of the step that was built, each ``[num_rows, hidden_size]``."""
-        found = tuple(_rows(self._found[place]) for place in self._places)
+        found = tuple(_rows(self._found[layer_id]) for layer_id in self._layer_ids)
         self._found.clear()
         return found
 
     def _record_final(self, x: mx.array) -> None:
         self._found[FINAL] = x
 
-    def _record_input(self, layer: Any, place: int) -> None:
+    def _record_input(self, layer: Any, layer_id: int) -> None:
         base, taps = type(layer), self
 
         def call(self: Any, x: mx.array, *args: Any, **options: Any) -> Any:
             if taps._context.active:
-                taps._found[place] = x
+                taps._found[layer_id] = x
             return base.__call__(self, x, *args, **options)
 
         layer.__class__ = overridden(base, "__call__", call)
 
-    def _record_output(self, layer: Any, place: int) -> None:
+    def _record_output(self, layer: Any, layer_id: int) -> None:
         base, taps = type(layer), self
 
         def call(self: Any, *args: Any, **options: Any) -> Any:
             result = base.__call__(self, *args, **options)
             if taps._context.active:
-                taps._found[place] = result[0] if isinstance(result, tuple) else result
+                taps._found[layer_id] = result[0] if isinstance(result, tuple) else result
             return result
 
         layer.__class__ = overridden(base, "__call__", call)

@@ -588,8 +588,13 @@ def _described(operation: Operation) -> dict[str, Any]:
     parameters = [(name, "path") for name in in_path] + [(n, "query") for n in operation.query]
     if parameters:
         described["parameters"] = [
-            {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
-            for name, place in parameters
+            {
+                "name": name,
+                "in": location,
+                "required": location == "path",
+                "schema": {"type": "string"},
+            }
+            for name, location in parameters
         ]
     if "401" in operation.errors:
         described["security"] = [{"key": []}, {}]

@@ -150,7 +150,7 @@ class BodyBounds:
 
     def _too_many_token_ids(self) -> ApiError:
         assert self.field is not None
-        most = f"a body must have at most {self._max_token_ids} token ids but has more"
+        reason = f"a body must have at most {self._max_token_ids} token ids but has more"
         if self.field in ("prompt", "input") and self._max_model_len is not None:
-            return context_exceeded(self._max_model_len, most, self.field)
-        return bad_request(self.field, most, "too_large")
+            return context_exceeded(self._max_model_len, reason, self.field)
+        return bad_request(self.field, reason, "too_large")

@@ -130,11 +130,11 @@ async def embed(request: Request) -> Response:
         raise contradiction("inputs", "texts")
     check_embeds(model)
     limit = model.info.max_request_len
-    most = limit if body.max_tokens is None else min(body.max_tokens, limit)
+    max_tokens = limit if body.max_tokens is None else min(body.max_tokens, limit)
     cuts = body.truncate != "NONE"
     side = "left" if body.truncate == "START" else "right"
     common = body.model_copy(
-        update={"truncate_prompt_tokens": most if cuts else None, "truncation_side": side}
+        update={"truncate_prompt_tokens": max_tokens if cuts else None, "truncation_side": side}
     )
     run = Embeddings(request, model, common, PoolingParams(dimensions=body.output_dimension))
     prompt = _prompt(body.input_type, model.info.prompts)
@@ -152,10 +152,10 @@ async def embed(request: Request) -> Response:
             run.add_tokens("inputs", i, await model.renderer.render(conversation))
     else:
         raise ApiError(400, "texts is missing", param="texts", code="missing_field")
-    for place, count in enumerate(run.lengths if body.truncate == "NONE" else ()):
-        if count > most:
+    for index, count in enumerate(run.lengths if body.truncate == "NONE" else ()):
+        if count > max_tokens:
             field = "texts" if texts else "inputs"
-            raise context_exceeded(most, f"text {place} of {field} has {count}", field)
+            raise context_exceeded(max_tokens, f"text {index} of {field} has {count}", field)
     await unless_disconnected(request, run.finish())
     units: CohereUnits = {"input_tokens": run.num_tokens}
     answer: CohereAnswer = {
@@ -185,11 +185,11 @@ def _prompt(use: str | None, prompts: Mapping[str, str]) -> str:
     raise bad_request("input_type", f"input_type must be of {known} but is {shorten(use, 64)!r}")
 
 
-def _cut(text: str, most: int | None, truncate: str | None) -> str:
+def _cut(text: str, max_characters: int | None, truncate: str | None) -> str:
     """Cuts characters of a text that cannot be part of the kept tokens."""
-    if most is None or len(text) <= most:
+    if max_characters is None or len(text) <= max_characters:
         return text
-    return text[-most:] if truncate == "START" else text[:most]
+    return text[-max_characters:] if truncate == "START" else text[:max_characters]
 
 
 def _vectors(vectors: Sequence[np.ndarray], types: Sequence[EmbeddingType]) -> CohereVectors:

@@ -156,11 +156,11 @@ class CompletionAdapter(OpenAIAdapter):
 
     def _whole_choices(self) -> Iterator[responses.CompletionChoice]:
         count = itertools.count()
-        for place, output in enumerate(self.generation.outputs):
+        for index, output in enumerate(self.generation.outputs):
             for answer in _likeliest(output.outputs, self._n):
-                piece = self._asked(Piece.whole(place, answer))
-                reports = self._prompt_reports(place) + list(piece.logprobs)
-                choice = self._choice(piece, self._echo(place) + piece.text, reports)
+                piece = self._asked(Piece.whole(index, answer))
+                reports = self._prompt_reports(index) + list(piece.logprobs)
+                choice = self._choice(piece, self._echo(index) + piece.text, reports)
                 choice["index"] = next(count)
                 if self._body.prompt_logprobs is not None:
                     choice["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)

@@ -238,8 +238,10 @@ class Context(ServerContext):
 
     def __post_init__(self) -> None:
         config = self.config
-        most, most_bytes = config.max_stored_responses, config.max_stored_bytes
-        self.background = BackgroundRuns(self.metrics, most, most_bytes, log=config.log_requests)
+        max_responses, max_bytes = config.max_stored_responses, config.max_stored_bytes
+        self.background = BackgroundRuns(
+            self.metrics, max_responses, max_bytes, log=config.log_requests
+        )
 
     @property
     def phase(self) -> Phase:

@@ -265,17 +265,17 @@ class Renderer:
             return tokens
         if limit == 0:
             raise bad_request("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
-        most = self.max_model_len
+        max_len = self.max_model_len
         if limit == -1:
-            if most is None:
+            if max_len is None:
                 return tokens
-            room = min(most // 4, _ROOM_FOR_ANSWER) if num_answer is None else num_answer
+            room = min(max_len // 4, _ROOM_FOR_ANSWER) if num_answer is None else num_answer
             # The engine refuses an answer that needs the whole context.
-            limit = max(1, most - max(1, room))
+            limit = max(1, max_len - max(1, room))
             return tokens[:limit] if side == "right" else tokens[-limit:]
-        if most is not None and limit > most:
+        if max_len is not None and limit > max_len:
             raise bad_request(
                 "truncate_prompt_tokens",
-                f"truncate_prompt_tokens must be at most {most} but got {limit}",
+                f"truncate_prompt_tokens must be at most {max_len} but got {limit}",
             )
         return tokens[:limit] if side == "right" else tokens[-limit:]

@@ -48,7 +48,7 @@ class Documents:
 
     def __init__(self, command: Sequence[str] = _COMMAND, seconds: float = _SECONDS) -> None:
         self._command, self._seconds = command, seconds
-        self._places = asyncio.Semaphore(_MAX_PROCESSES)
+        self._processes = asyncio.Semaphore(_MAX_PROCESSES)
 
     async def text_of(self, content: bytes, where: str) -> tuple[str, int]:
         """Returns the text of a PDF and its number of pages.
@@ -64,7 +64,7 @@ class Documents:
             raise _unreadable(where, reason)
         if len(content) > MAX_BYTES:
             raise _unreadable(where, f"it has {len(content)} bytes, more than {MAX_BYTES}")
-        async with self._places:
+        async with self._processes:
             found = await self._run(content)
         if "reason" in found:
             raise _unreadable(where, found["reason"])

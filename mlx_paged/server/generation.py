@@ -275,7 +275,7 @@ class Generation:
             ApiError: A sequence ended early, by a timeout, an abort or an error.
         """
         interval = self._interval
-        places = {stream.request_id: place for place, stream in enumerate(self._streams)}
+        indices = {stream.request_id: place for place, stream in enumerate(self._streams)}
         waiting: dict[tuple[str, int], Piece] = {}
         num_sent: dict[tuple[str, int], int] = {}
         with self._engine_errors():
@@ -283,7 +283,7 @@ class Generation:
                 key = self._note(delta)
                 piece = waiting.pop(key, None) if waiting else None
                 if piece is None:
-                    piece = Piece(places[key[0]], key[1], num_sent.get(key, 0))
+                    piece = Piece(indices[key[0]], key[1], num_sent.get(key, 0))
                 piece.add(delta)
                 count = len(piece.token_ids)
                 if piece.num_before and count < interval and piece.finish_reason is None:

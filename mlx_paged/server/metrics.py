@@ -82,10 +82,10 @@ _REFUSALS = (
 _LABELS = ("model_name", "engine")
 
 
-def _lengths(most: int) -> list[int]:
+def _lengths(longest: int) -> list[int]:
     """1, 2, 5, 10, 20, ... up to the longest context."""
     steps = (mantissa * 10**exponent for exponent in range(12) for mantissa in (1, 2, 5))
-    return [step for step in steps if step <= most] or [1]
+    return [step for step in steps if step <= longest] or [1]
 
 
 class Metrics:
@@ -332,8 +332,8 @@ class _EngineCollector(Collector):
                 "Accepted drafts, by place in the draft.",
                 labels=[*_LABELS, "position"],
             )
-            for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
-                per_pos.add_metric([*self._values, str(place)], number)
+            for position, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
+                per_pos.add_metric([*self._values, str(position)], number)
             families.append(per_pos)
         misses = CounterMetricFamily(
             "mlx_paged:prefix_cache_misses",

@@ -77,11 +77,11 @@ def _limit() -> None:
         import resource
 
         limits = ((resource.RLIMIT_AS, MAX_MEMORY), (resource.RLIMIT_CPU, MAX_SECONDS))
-        for limit, most in limits:
-            _, hard = resource.getrlimit(limit)
+        for resource_id, maximum in limits:
+            _, hard = resource.getrlimit(resource_id)
             if hard != resource.RLIM_INFINITY:
-                most = min(hard, most)
-            resource.setrlimit(limit, (most, hard))
+                maximum = min(hard, maximum)
+            resource.setrlimit(resource_id, (maximum, hard))
     with suppress(OSError, AttributeError):
         os.nice(_NICENESS)
 

@@ -375,7 +375,7 @@ class Embeddings:
             error.param = field
             raise
 
-    def add_tokens(self, field: str, place: int, tokens: list[int]) -> None:
+    def add_tokens(self, field: str, index: int, tokens: list[int]) -> None:
         """Adds the tokens of a text.
 
         Args:
@@ -387,9 +387,9 @@ class Embeddings:
         limit = self.model.info.max_request_len
         tokens = self._cut.truncated(tokens, limit)
         if not tokens:
-            raise bad_request(field, f"{field} must have no empty text, but text {place} is empty")
+            raise bad_request(field, f"{field} must have no empty text, but text {index} is empty")
         if len(tokens) > limit:
-            raise context_exceeded(limit, f"text {place} of {field} has {len(tokens)}", field)
+            raise context_exceeded(limit, f"text {index} of {field} has {len(tokens)}", field)
         self._prompts.append(tokens)
 
     async def finish(self) -> None:
@@ -407,8 +407,8 @@ class Embeddings:
             for i, prompt in queue:
                 outputs[i] = await self._embed(prompt)
 
-        most = self.model.info.config.max_num_waiting
-        at_once = _MAX_AT_ONCE if most is None else min(_MAX_AT_ONCE, -(-most // 2))
+        max_waiting = self.model.info.config.max_num_waiting
+        at_once = _MAX_AT_ONCE if max_waiting is None else min(_MAX_AT_ONCE, -(-max_waiting // 2))
         self.context.underway.add(self)
         try:
             # Concurrently, so that they share steps.

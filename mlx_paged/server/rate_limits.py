@@ -99,24 +99,24 @@ class _Allowance:
     """The rest of an allowance, which refills over time.
 
     Args:
-        most: Allowance for a minute, and the maximum at once.
+        limit: Allowance for a minute, and the maximum at once.
     """
 
-    def __init__(self, most: int, now: float) -> None:
-        self.most = most
-        self._level = float(most)  # below 0 if more was used than available
+    def __init__(self, limit: int, now: float) -> None:
+        self.limit = limit
+        self._level = float(limit)  # below 0 if more was used than available
         self._at = now
 
     def level(self, now: float) -> float:
-        filled = self._level + (now - self._at) * self.most / _MINUTE
-        self._level, self._at = min(filled, float(self.most)), now
+        filled = self._level + (now - self._at) * self.limit / _MINUTE
+        self._level, self._at = min(filled, float(self.limit)), now
         return self._level
 
     def take(self, amount: int, now: float) -> None:
         self._level = self.level(now) - amount
 
     def seconds_until(self, level: float, now: float) -> float:
-        return max(0.0, (level - self.level(now)) * _MINUTE / self.most)
+        return max(0.0, (level - self.level(now)) * _MINUTE / self.limit)
 
 
 class Budget:
@@ -128,7 +128,7 @@ class Budget:
         self._metrics = metrics
         given = {"requests": limits.requests, "tokens": limits.tokens}
         self._allowances = {
-            unit: _Allowance(most, now) for unit, most in given.items() if most is not None
+            unit: _Allowance(limit, now) for unit, limit in given.items() if limit is not None
         }
 
     def admit(self) -> None:
@@ -145,7 +145,7 @@ class Budget:
                 seconds = max(1, math.ceil(wait))
                 raise ApiError(
                     429,
-                    f"rate limit reached: {allowance.most} {unit} per minute; try again in "
+                    f"rate limit reached: {allowance.limit} {unit} per minute; try again in "
                     f"{seconds} s",
                     code="rate_limit_exceeded",
                     headers={"Retry-After": str(seconds)},
@@ -163,9 +163,9 @@ class Budget:
         """Headers with limits, rests and times, named as in OpenAI's API."""
         now, found = self._clock(), {}
         for unit, allowance in self._allowances.items():
-            found[f"x-ratelimit-limit-{unit}"] = str(allowance.most)
+            found[f"x-ratelimit-limit-{unit}"] = str(allowance.limit)
             found[f"x-ratelimit-remaining-{unit}"] = str(max(0, int(allowance.level(now))))
-            until_full = allowance.seconds_until(allowance.most, now)
+            until_full = allowance.seconds_until(allowance.limit, now)
             found[f"x-ratelimit-reset-{unit}"] = _duration(until_full)
         return found
 

@@ -123,14 +123,14 @@ def _parameters(params: SamplingParams, num_prompt: int, limit: int | None) -> d
 
 def _features(media: PreparedMedia) -> Features:
     hashes: dict[str, list[str]] = {}
-    places: dict[str, list[Placeholder]] = {}
+    placeholders: dict[str, list[Placeholder]] = {}
     for span, key in zip(media.prompt.spans, media.spans, strict=True):
         kind = str(span.kind)
         hashes.setdefault(kind, []).append(key.key.hex())
-        places.setdefault(kind, []).append({"offset": span.offset, "length": span.length})
+        placeholders.setdefault(kind, []).append({"offset": span.offset, "length": span.length})
     return {
         "mm_hashes": hashes,
-        "mm_placeholders": places,
+        "mm_placeholders": placeholders,
         "kwargs_data": None,
         "mm_metadata": None,
     }

@@ -380,7 +380,7 @@ def template_message(message: Message, index: int, io: IoOptions | None = None) 
     return plain
 
 
-def _call(call: CallBody, index: int, place: int) -> dict[str, Any]:
+def _call(call: CallBody, index: int, call_index: int) -> dict[str, Any]:
     """A call of an earlier answer, its arguments as JSON text."""
     if call.custom is not None:
         function = CallFunction(
@@ -388,13 +388,13 @@ def _call(call: CallBody, index: int, place: int) -> dict[str, Any]:
         )  # fmt: skip
         call = CallBody(id=call.id, function=function)
     if call.function is None:
-        where = f"messages[{index}].tool_calls[{place}].function"
+        where = f"messages[{index}].tool_calls[{call_index}].function"
         raise bad_request(where, f"{where} is missing", "missing_field")
     arguments = call.function.arguments
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": call.id or f"call_{index}_{place}",
+        "id": call.id or f"call_{index}_{call_index}",
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments or "{}"},
     }

@@ -125,8 +125,8 @@ def serve(
     does at a third signal. The handlers of signals stay in place: the process is about to end.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    most = descriptors.raise_limit()
-    logger.info("at most %d connections and files may be open at once", most)
+    limit = descriptors.raise_limit()
+    logger.info("at most %d connections and files may be open at once", limit)
     listening = (
         contextlib.closing(bind(host, port, config.read_timeout))
         if uds is None

@@ -169,7 +169,7 @@ def test_a_failed_step_runs_in_parts_with_its_drafts(breaks: bool) -> None:
             num_failed += 1
             if not breaks:
                 raise RuntimeError("the device is busy")
-            batch.drafts_in_flight = DraftsInFlight(Broken(), batch.drafts_in_flight.places)  # type: ignore[arg-type]
+            batch.drafts_in_flight = DraftsInFlight(Broken(), batch.drafts_in_flight.indices)  # type: ignore[arg-type]
         return launch(batch, *args)
 
     runner.launch = failing  # type: ignore[method-assign]

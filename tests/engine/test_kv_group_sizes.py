@@ -31,7 +31,7 @@ def groups(
 def test_full_attention_alone_has_no_groups() -> None:
     plain = groups(FULL_LAYER, FULL_LAYER)
     assert plain.windows == () and plain.sizes(100) == PoolSizes(100)
-    assert plain.most_blocks(10 * MIB) == 10 * MIB // (32 * 1024)
+    assert plain.max_blocks(10 * MIB) == 10 * MIB // (32 * 1024)
 
 
 def test_windows_get_what_sequences_of_typical_length_need() -> None:
@@ -42,7 +42,7 @@ def test_windows_get_what_sequences_of_typical_length_need() -> None:
     blocks = some.blocks_by_group(sizes)
     assert blocks == {FULL: 1280, KVCacheGroupSpec(window=1024): 347}
     assert some.num_bytes(1280) == 32 * 512 * (1280 + 5 * 347)
-    most = some.most_blocks(100 * MIB)
+    most = some.max_blocks(100 * MIB)
     assert some.num_bytes(most) <= 100 * MIB < some.num_bytes(most + 1)
     shorter = groups(*[FULL_LAYER, WINDOW_LAYER], typical_context_len=2048)
     assert shorter.sizes(1280).window_blocks > sizes.window_blocks
@@ -74,13 +74,13 @@ def test_states_alone_decide_where_nothing_else_takes_memory() -> None:
     assert recurrent.windows == () and recurrent.blocks_by_group(recurrent.sizes(9)) == {}
     config = EngineConfig(kv_cache_memory=40 * MIB, max_num_seqs=4)
     # The full group keeps books only: as much of it as all sequences could ever use.
-    assert config.num_blocks([], 4096, most_blocks=recurrent.most_blocks) == 4 * 128 + 1
+    assert config.num_blocks([], 4096, max_blocks=recurrent.max_blocks) == 4 * 128 + 1
 
 
 def test_a_full_group_without_layers_is_bounded() -> None:
     recurrent = groups(STATE_LAYER, mode=Mode.REGROUPED, max_num_seqs=4)
-    assert recurrent.most_blocks(1 << 40) == 1 + (1 << 14)
-    assert groups(WINDOW_LAYER, model_len=1 << 20).most_blocks(1 << 50) == 1 + (1 << 15)
+    assert recurrent.max_blocks(1 << 40) == 1 + (1 << 14)
+    assert groups(WINDOW_LAYER, model_len=1 << 20).max_blocks(1 << 50) == 1 + (1 << 15)
 
 
 def test_a_window_has_room_for_a_view_wherever_the_full_group_has() -> None:
@@ -92,4 +92,4 @@ def test_memory_for_too_few_blocks_is_refused() -> None:
     hybrid = groups(FULL_LAYER, STATE_LAYER, mode=Mode.REGROUPED)
     config = EngineConfig(kv_cache_memory=5 * MIB)
     with pytest.raises(InvalidParameterError, match="kv_cache_memory must be at least"):
-        config.num_blocks([512], None, most_blocks=hybrid.most_blocks)
+        config.num_blocks([512], None, max_blocks=hybrid.max_blocks)

@@ -195,7 +195,7 @@ def test_the_first_layer_s_attention_starts_by_itself(monkeypatch) -> None:
     monkeypatch.setattr(mx, "async_eval", lambda array: started.append(array.shape))
     context = StepContext()
     context.enter(
-        Step(plan, mx.array([511]), prefill=prefill, layerwise=LayerwiseSubmit(1, most=4))
+        Step(plan, mx.array([511]), prefill=prefill, layerwise=LayerwiseSubmit(1, max_parts=4))
     )
     keys = mx.zeros((512, KV_HEADS, 1, DIM), mx.bfloat16)
     for layer in range(3):

@@ -80,7 +80,7 @@ def check_in_flight(
     tokens = np.array(in_flight.tokens)
     for each, draft in zip(wanted, drafts):
         if draft is not None:
-            own = tokens[in_flight.places[each.seq.seq_id]].tolist()
+            own = tokens[in_flight.indices[each.seq.seq_id]].tolist()
             assert own[: len(draft.tokens)] == list(draft.tokens)
 
 

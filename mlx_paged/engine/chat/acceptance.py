@@ -231,7 +231,7 @@ def with_tools(form: Messages, tools: Tools, render: Render) -> str:
 
 def spelling_of(render: Render) -> Spelling:
     """The spelling that a template takes, by a small conversation with a call."""
-    best, least = Spelling(), math.inf
+    best, least_lost = Spelling(), math.inf
     empties: tuple[Literal["absent", "null", "text"], ...] = ("absent", "null", "text")
     for as_lists in (False, True):
         for ids, objects, empty in itertools.product(ID_FORMS, (True, False), empties):
@@ -240,8 +240,8 @@ def spelling_of(render: Render) -> Spelling:
             lost = skeleton.penalty(
                 spelled(skeleton.messages, spelling), lambda m: render(m, [_TOOL])
             )
-            if lost < least:
-                best, least = spelling, lost
+            if lost < least_lost:
+                best, least_lost = spelling, lost
             if not lost:
                 return replace(best, between=_between(render, best))
     return replace(best, between=_between(render, best))
@@ -439,10 +439,10 @@ def _subsets(
     useful = _useful(messages, known)
     waiting: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     while waiting:
-        cost, places = heapq.heappop(waiting)
-        yield cost, tuple(useful[i] for i in places)
-        for i in range(places[-1] + 1 if places else 0, len(useful)):
-            heapq.heappush(waiting, (cost + useful[i].cost, (*places, i)))
+        cost, indices = heapq.heappop(waiting)
+        yield cost, tuple(useful[i] for i in indices)
+        for i in range(indices[-1] + 1 if indices else 0, len(useful)):
+            heapq.heappush(waiting, (cost + useful[i].cost, (*indices, i)))
 
 
 def _useful(messages: Messages, known: Sequence[Rewrite]) -> list[Rewrite]:
@@ -480,12 +480,12 @@ def _cheapest(
             because the prompt would then begin differently and miss the prefix cache.
     """
     best: tuple[Rewrite, ...] | None = None
-    least = math.inf
+    min_cost = math.inf
     tried: list[Messages] = []
 
     def consider(chosen: tuple[Rewrite, ...]) -> bool:
         """Keeps rewrites that are better than the best so far; returns True if they are."""
-        nonlocal best, least
+        nonlocal best, min_cost
         form = _applied(skeleton.messages, chosen)
         if form in tried:
             return False
@@ -493,16 +493,16 @@ def _cheapest(
         total = sum(rewrite.cost for rewrite in chosen) + skeleton.penalty(
             spelled(form, spelling), render
         )
-        if later is not None and total < least:
+        if later is not None and total < min_cost:
             form = spelled(_applied(later.messages, chosen), spelling)
             total += _REFUSED_LATER * (later.penalty(form, render) == math.inf)
-        if total >= least:
+        if total >= min_cost:
             return False
-        best, least = chosen, total
+        best, min_cost = chosen, total
         return True
 
     for cost, chosen in _subsets(skeleton.messages, known):
-        if cost >= least:
+        if cost >= min_cost:
             return best
         if len(tried) >= _MAX_SKELETONS:
             break

@@ -143,11 +143,11 @@ def _groups(messages: Messages) -> Iterator[Messages]:
 
 
 def _in_order(group: Messages) -> Messages:
-    places = {call.get("id"): i for i, call in enumerate(group[0].get("tool_calls", ()))}
-    if not places:
+    order = {call.get("id"): i for i, call in enumerate(group[0].get("tool_calls", ()))}
+    if not order:
         return group
-    last = len(places)
-    return [group[0], *sorted(group[1:], key=lambda m: places.get(m.get("tool_call_id"), last))]
+    last = len(order)
+    return [group[0], *sorted(group[1:], key=lambda m: order.get(m.get("tool_call_id"), last))]
 
 
 # The rewrites.

@@ -70,11 +70,11 @@ class Jobs:
     A job cannot be interrupted and may take long, and an executor's threads would be joined.
 
     Args:
-        most: Maximum running jobs; the number of waiting jobs is not limited.
+        max_jobs: Maximum running jobs; the number of waiting jobs is not limited.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_jobs: int) -> None:
+        self._max_jobs = max_jobs
         self._lock = threading.Lock()
         self._waiting: deque[Job[Any]] = deque()
         self._running: set[Job[Any]] = set()
@@ -83,7 +83,7 @@ class Jobs:
         """Starts work as soon as it is its turn."""
         job = Job(work)
         with self._lock:
-            if len(self._running) == self._most:
+            if len(self._running) == self._max_jobs:
                 self._waiting.append(job)
                 return job
             self._running.add(job)
@@ -140,7 +140,7 @@ class Jobs:
             waits = job in self._waiting
             running = list(self._running)
         if waits:
-            if len(running) == self._most and all(each.seconds > limit for each in running):
+            if len(running) == self._max_jobs and all(each.seconds > limit for each in running):
                 raise GrammarsBusyError(len(running))
             return _LOOK
         return max(left, _LOOK)  # CPU time does not pass faster than real time.

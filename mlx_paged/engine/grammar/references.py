@@ -89,12 +89,12 @@ def _has_end(schema: Any, ends: Mapping[str, bool]) -> bool:
 
 
 def _array_has_end(schema: dict[str, Any], ends: Mapping[str, bool]) -> bool:
-    least = schema.get("minItems", 0)
-    if not isinstance(least, (int, float)):
+    min_items = schema.get("minItems", 0)
+    if not isinstance(min_items, (int, float)):
         return True
     first = _listed(schema, "prefixItems")
-    needed = first[: int(least)]
-    if least > len(first):
+    needed = first[: int(min_items)]
+    if min_items > len(first):
         needed = [*needed, schema.get("items", True)]
     return all(_has_end(each, ends) for each in needed)
 

@@ -23,7 +23,7 @@ from mlx_paged.engine.grammar.schema_errors import (
     drop_unsupported,
     located,
     one_line,
-    places,
+    paths,
 )
 from mlx_paged.engine.grammar.subschemas import (
     SCHEMA,
@@ -179,7 +179,7 @@ def _relax(
         relaxed += dropped
     # Only paths within the request's schema count, not those within, say, a meta-schema.
     warnings = _problems(schema, options)[1]
-    return schema, relaxed + [path for text in warnings for path in places(schema, text) or [""]]
+    return schema, relaxed + [path for text in warnings for path in paths(schema, text) or [""]]
 
 
 def _as_written(schema: dict[str, Any], relaxed: list[str]) -> list[str]:
@@ -431,8 +431,8 @@ def _may_repeat_names(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
     """Finds objects that need more than one property besides their required ones. Two of these may
     get the same name, and a parser keeps only one."""
     for path, each in subschemas(schema):
-        least, required = each.get("minProperties"), each.get("required", [])
-        if isinstance(least, (int, float)) and isinstance(required, list):
+        min_properties, required = each.get("minProperties"), each.get("required", [])
+        if isinstance(min_properties, (int, float)) and isinstance(required, list):
             has_others = each.get("additionalProperties", True) is not False
-            if least > len(required) + 1 and (has_others or "patternProperties" in each):
+            if min_properties > len(required) + 1 and (has_others or "patternProperties" in each):
                 yield path, each

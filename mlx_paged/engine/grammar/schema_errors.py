@@ -98,7 +98,7 @@ def _is_other_regex(found: list[Found], error: str) -> bool:
     return bool(found)
 
 
-def places(schema: dict[str, Any], message: str) -> list[str]:
+def paths(schema: dict[str, Any], message: str) -> list[str]:
     """The paths of the keywords that an error or a warning of llguidance is about."""
     return [found.path for found in _found(schema, message)]
 

@@ -101,10 +101,10 @@ class DiskLevel:
             return False
         return (node.digest, group) in self._copying or self._store.has(node.digest, group)
 
-    def write(self, most: int) -> int:
-        """Copies up to `most` bytes of pending blocks; returns how many bytes it copied."""
+    def write(self, max_bytes: int) -> int:
+        """Copies up to `max_bytes` bytes of pending blocks; returns how many bytes it copied."""
         num_bytes = 0
-        while self._pending and num_bytes < most:
+        while self._pending and num_bytes < max_bytes:
             node, group = next(iter(self._pending))
             if self._block_bytes[group] > self._room:
                 break

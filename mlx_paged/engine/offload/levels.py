@@ -89,11 +89,11 @@ class Levels:
         """True if blocks wait to be copied, and there is room for them."""
         return self.memory.has_pending or (self.disk is not None and self.disk.has_pending)
 
-    def copy_ahead(self, most: int) -> None:
-        """Copies up to `most` bytes of waiting blocks, to memory first."""
-        most -= self.memory.copy_ahead(most)
-        if self.disk is not None and most > 0:
-            self.disk.write(most)
+    def copy_ahead(self, max_bytes: int) -> None:
+        """Copies up to `max_bytes` bytes of waiting blocks, to memory first."""
+        max_bytes -= self.memory.copy_ahead(max_bytes)
+        if self.disk is not None and max_bytes > 0:
+            self.disk.write(max_bytes)
 
     def store(self, node: PrefixNode, group: int, block: int) -> int:
         """See `Tier`. While other sequences run, blocks that are on disk are not copied."""

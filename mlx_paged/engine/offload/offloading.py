@@ -52,7 +52,7 @@ _EVICT_STEP_BYTES = 16 << 20
 _DRAIN_SECONDS = 30.0
 # A step measures the speed of prompts if it has at least this many prompt tokens, and at most one
 # decode for this many of them.
-_LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE = 128, 16
+_MIN_PROMPT_TOKENS, _TOKENS_PER_DECODE = 128, 16
 
 
 class Offloading:
@@ -203,23 +203,23 @@ class Offloading:
         self._advanced_at = now
         self._levels.memory.allowance = None if is_idle else _EVICT_STEP_BYTES
         self._blocks.collect(None if is_idle else kv.pool.evaluated_step)
-        most_copied = max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
+        max_copied = max(_COPY_STEP_BYTES, int((now - before) * _COPY_BYTES_PER_SECOND))
         if self._remote is not None:
             self._remote.tidy()
         if self.prefilling is not None:
-            most_copied -= self.prefilling.advance(_SEND_STEP_BYTES)
+            max_copied -= self.prefilling.advance(_SEND_STEP_BYTES)
         if kv.restorations:
             if is_idle:
-                most, seconds = _IDLE_BYTES, _IDLE_SECONDS
+                max_bytes, seconds = _IDLE_BYTES, _IDLE_SECONDS
             else:
                 # A device with its own memory accepts the bytes immediately and moves them later.
-                most = int(min(_STEP_BYTES, self.rates.bytes_within(_STEP_SECONDS)))
+                max_bytes = int(min(_STEP_BYTES, self.rates.bytes_within(_STEP_SECONDS)))
                 seconds = _STEP_SECONDS
             self._restorer.advance(
-                kv, self._memory, self._remote, max(1, most), seconds, is_idle=is_idle
+                kv, self._memory, self._remote, max(1, max_bytes), seconds, is_idle=is_idle
             )
-        elif self._levels.has_pending and most_copied > 0:
-            self._levels.copy_ahead(most_copied)
+        elif self._levels.has_pending and max_copied > 0:
+            self._levels.copy_ahead(max_copied)
 
     def note_step(self, batch: StepBatch, seconds: float) -> None:
         """Learns the speed of prompts from a step.
@@ -231,7 +231,7 @@ class Offloading:
             return
         num_tokens = sum(length for length in batch.query_lens if length > 1)
         num_decodes = batch.num_tokens - num_tokens
-        if num_tokens >= max(_LEAST_PROMPT_TOKENS, _TOKENS_PER_DECODE * num_decodes):
+        if num_tokens >= max(_MIN_PROMPT_TOKENS, _TOKENS_PER_DECODE * num_decodes):
             self.rates.note_computed(num_tokens, seconds)
 
     def begin_reads(self, step: int) -> None:
@@ -257,12 +257,12 @@ class Offloading:
     def advance_idle(self) -> None:
         """Copies blocks off the device, in an idle engine."""
         if self._levels is not None:
-            most = _COPY_IDLE_BYTES
+            max_bytes = _COPY_IDLE_BYTES
             if self._remote is not None:
                 self._remote.tidy()
             if self.prefilling is not None:
-                most -= self.prefilling.advance(most)
-            self._levels.copy_ahead(max(0, most))
+                max_bytes -= self.prefilling.advance(max_bytes)
+            self._levels.copy_ahead(max(0, max_bytes))
             self._blocks.collect()
 
     def drain(self) -> None:

@@ -80,7 +80,7 @@ class Restorer:
         kv: KVManager,
         memory: HostMemory,
         remote: RemoteLevel | None,
-        most: int,
+        max_bytes: int,
         seconds: float,
         *,
         is_idle: bool,
@@ -88,7 +88,7 @@ class Restorer:
         """Restores blocks, of the oldest restorations first; at least one that is available.
 
         Args:
-            most: Approximate maximum bytes.
+            max_bytes: Approximate maximum bytes.
             seconds: Starts no block after this time.
             is_idle: True if nothing else runs. It then waits a little for the disk, and measures
                 the speed of each level.
@@ -96,10 +96,10 @@ class Restorer:
         self.arrived.clear()
         began = perf_counter()
         until, moved = began + seconds, Counter[Level]()
-        most_ahead = _MAX_AHEAD_BYTES if is_idle else _BUSY_AHEAD_BYTES
+        max_ahead = _MAX_AHEAD_BYTES if is_idle else _BUSY_AHEAD_BYTES
         for restoration in kv.restorations.values():
-            self._advance(restoration, memory, remote, most, until, most_ahead, moved)
-            if moved.total() >= most or perf_counter() >= until:
+            self._advance(restoration, memory, remote, max_bytes, until, max_ahead, moved)
+            if moved.total() >= max_bytes or perf_counter() >= until:
                 break
         self._blocks.begin_writes()
         self.release_used()
@@ -135,13 +135,13 @@ class Restorer:
         restoration: Restoration,
         memory: HostMemory,
         remote: RemoteLevel | None,
-        most: int,
+        max_bytes: int,
         until: float,
-        most_ahead: int,
+        max_ahead: int,
         moved: Counter[Level],
     ) -> None:
         """Adds the restored bytes to `moved`."""
-        while moved.total() < most and not restoration.is_done and not restoration.has_failed:
+        while moved.total() < max_bytes and not restoration.is_done and not restoration.has_failed:
             group, block, key = restoration.reads[restoration.num_done]
             level = level_of(key)
             if level is Level.MEMORY:
@@ -157,7 +157,7 @@ class Restorer:
                 self._used.append(came.release)
                 data = np.frombuffer(came.data, dtype=np.uint8)
             else:
-                ahead = self._read_ahead(restoration, most_ahead)
+                ahead = self._read_ahead(restoration, max_ahead)
                 if not ahead.reads:
                     break  # until others have used what was read for them
                 read = ahead.reads[0]
@@ -179,11 +179,11 @@ class Restorer:
             if perf_counter() >= until:
                 break
 
-    def _read_ahead(self, restoration: Restoration, most: int) -> _Ahead:
+    def _read_ahead(self, restoration: Restoration, max_ahead: int) -> _Ahead:
         """Begins to read the next blocks from disk.
 
         Args:
-            most: Maximum bytes of all blocks that are read and not used; at least one block is.
+            max_ahead: Maximum bytes of blocks that were read but not used; at least one is read.
         """
         ahead, store = self._ahead.setdefault(restoration, _Ahead()), self._store
         assert store is not None
@@ -192,7 +192,7 @@ class Restorer:
         while ahead.next < len(restoration.reads):
             group, _, key = restoration.reads[ahead.next]
             size = self._blocks.num_bytes[group]
-            is_enough = ahead.num_bytes + size > _AHEAD_BYTES or num_ahead + size > most
+            is_enough = ahead.num_bytes + size > _AHEAD_BYTES or num_ahead + size > max_ahead
             if is_enough and num_ahead:
                 break
             ahead.next += 1

@@ -143,11 +143,11 @@ class PoolingParams:
         """A sequence ends with its prompt: the token after it is no part of the answer."""
         return StopPolicy(max_tokens=1, ignore_eos=True)
 
-    def truncated(self, prompt: list[int], most: int) -> list[int]:
+    def truncated(self, prompt: list[int], max_tokens: int) -> list[int]:
         """Returns a prompt truncated by `truncate_prompt_tokens` and `truncation_side`.
 
         Args:
-            most: Maximum tokens that the model takes.
+            max_tokens: Maximum tokens that the model takes.
 
         Raises:
             InvalidParameterError: `truncate_prompt_tokens` is more than that.
@@ -155,9 +155,9 @@ class PoolingParams:
         limit = self.truncate_prompt_tokens
         if limit is None:
             return prompt
-        if limit > most:
-            raise InvalidParameterError("truncate_prompt_tokens", f"at most {most}", limit)
-        limit = most if limit == -1 else limit
+        if limit > max_tokens:
+            raise InvalidParameterError("truncate_prompt_tokens", f"at most {max_tokens}", limit)
+        limit = max_tokens if limit == -1 else limit
         return prompt[:limit] if self.truncation_side == "right" else prompt[-limit:]
 
 

@@ -124,7 +124,7 @@ class PooledPrompt:
 class LaunchedPooling(LaunchedStep):
     """A step of prompts to be pooled."""
 
-    places: tuple[int, ...] = ()  # indices of the sequences that are pooled in it
+    indices: tuple[int, ...] = ()  # indices of the sequences that are pooled in it
     pooled: mx.array | None = None  # [len(places), hidden_size] float32, seen as int32
 
     @property
@@ -166,22 +166,22 @@ class PoolingRunner(ModelRunner):
         num_rows = np.frombuffer(batch.query_lens, dtype=np.int64)
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + num_rows
         ends = np.cumsum(num_rows)
-        places = [i for i, ends_here in enumerate(batch.samples) if self._sums or ends_here]
+        indices = [i for i, ends_here in enumerate(batch.samples) if self._sums or ends_here]
         # A mean needs the states of all tokens, other types only that of each prompt's last token.
-        wanted = np.arange(ends[-1]) if self._sums else (ends - 1)[places]
+        wanted = np.arange(ends[-1]) if self._sums else (ends - 1)[indices]
         flat = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
         inputs = replace(self._inputs(batch, context_lens, num_rows, wanted), may_pad=False)
         repetition = self.model.repetition_of(inputs, len(flat))
         hidden, _, _, taps = self.model.run(ops.upload(flat)[0], inputs, repetition)
         nothing = mx.zeros((sum(batch.samples),), dtype=mx.int32)
         pooled = None
-        if places:
+        if indices:
             if self._sums:
                 hidden = _sums(hidden, ends.tolist())
             pooled = ops.to_host(hidden.astype(mx.float32).view(mx.int32))
         pools = self.model.pools()
         launched = LaunchedPooling(
-            batch, pools[-1], pools_before, places=tuple(places), pooled=pooled
+            batch, pools[-1], pools_before, indices=tuple(indices), pooled=pooled
         )
         launched.chosen = Chosen(nothing, nothing)
         mx.async_eval(*launched.results, *pools, *taps)  # type: ignore[no-untyped-call]
@@ -196,7 +196,7 @@ class PoolingRunner(ModelRunner):
             return result
         states, batch = np.array(launched.pooled).view(np.float32), launched.batch
         finite = [bool(np.isfinite(row).all()) for row in states]
-        for index, row, is_finite in zip(launched.places, states, finite):
+        for index, row, is_finite in zip(launched.indices, states, finite):
             if is_finite:
                 start = batch.starts[index]
                 end = start + batch.query_lens[index]

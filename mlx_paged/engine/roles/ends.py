@@ -9,7 +9,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.transfer.receiver import Receiver
 from mlx_paged.transfer.server import PrefillServer
 
-_LEAST_SECRET_BYTES, _MOST_SECRET_BYTES = 16, 1 << 16
+_MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 1 << 16
 
 
 def ends_of(config: EngineConfig) -> tuple[Receiver | None, PrefillServer | None]:
@@ -32,15 +32,15 @@ def ends_of(config: EngineConfig) -> tuple[Receiver | None, PrefillServer | None
 
 def _secret(config: EngineConfig) -> bytes:
     given = str(config.prefill_secret_file)
-    expected = f"a file of {_LEAST_SECRET_BYTES} to {_MOST_SECRET_BYTES} bytes"
+    expected = f"a file of {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes"
     try:
         with Path(given).expanduser().open("rb") as file:
             # Editors and `echo` end a file with a newline.
-            secret = file.read(_MOST_SECRET_BYTES + 1).strip()
+            secret = file.read(_MAX_SECRET_BYTES + 1).strip()
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         reason = getattr(error, "strerror", None) or error
         expected = f"{expected} ({reason})"
         raise InvalidParameterError("prefill_secret_file", expected, given) from error
-    if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
+    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
         raise InvalidParameterError("prefill_secret_file", expected, given)
     return secret

@@ -228,25 +228,25 @@ def _apply_masks(
     if in_flight is not None and awaits_masks(masked):
         newest = in_flight.on_host()
     words = _words(masked, newest, -(-logits.shape[1] // 32), masks, failed)
-    for place, (i, edit) in enumerate(masked):
+    for index, (i, edit) in enumerate(masked):
         if edit.allowed is not None:
-            words[place] &= packed(edit.allowed, logits.shape[1])
+            words[index] &= packed(edit.allowed, logits.shape[1])
         if edit.failure is not None:
             failed[i] = edit.failure
-            words[place] = 0
+            words[index] = 0
         if edit.mask is None:
             continue
         assert masks is not None, "an edit names a token mask, but there is no source of masks"
         try:
             mask = masks.token_mask(edit.mask, newest[i])
             if mask is not None:
-                words[place] &= packed(mask, logits.shape[1])
+                words[index] &= packed(mask, logits.shape[1])
         except BaseException as error:
             # A caller's callback: its exceptions, even SystemExit, must not end other requests.
             if is_interrupt(error):
                 raise
             failed[i] = reason_of(error)
-            words[place] = 0
+            words[index] = 0
     rows = np.array([i for i, _ in masked], dtype=np.int32)
     at, bitmask = ops.upload(rows, words)
     return ops.apply_token_bitmask(logits, bitmask, at)
@@ -264,14 +264,14 @@ def _words(
     if not keys:
         return np.full((len(masked), num_words), -1, np.int32)
     assert masks is not None, "an edit names a grammar's mask, but there is no source of masks"
-    places = [place for place, (_, edit) in enumerate(masked) if edit.grammar is not None]
-    rows = [masked[place][0] for place in places]
+    indices = [index for index, (_, edit) in enumerate(masked) if edit.grammar is not None]
+    rows = [masked[index][0] for index in indices]
     made = masks.grammar_masks(keys, [newest[row] for row in rows])
-    failed |= {rows[place]: reason for place, reason in made.failed.items()}
+    failed |= {rows[index]: reason for index, reason in made.failed.items()}
     if len(keys) == len(masked) and made.words.shape[1] == num_words:
         return made.words
     words = np.full((len(masked), num_words), -1, np.int32)
-    words[places] = made.words[:, :num_words]
+    words[indices] = made.words[:, :num_words]
     return words
 
 

@@ -212,6 +212,6 @@ class PromptReport:
 
     def record(self, start: int, found: Sequence[PositionLogprobs]) -> None:
         """Adds the results of a step whose first position was `start`."""
-        for place, position in enumerate(found, start + 1):
-            if place == len(self.positions):  # Earlier positions are known already.
+        for index, position in enumerate(found, start + 1):
+            if index == len(self.positions):  # Earlier positions are known already.
                 self.positions.append(self._report(position, self._num_likeliest))

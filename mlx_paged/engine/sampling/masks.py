@@ -78,42 +78,42 @@ class SequenceMasks:
             self._words = np.empty((len(keys), self._words.shape[1]), np.int32)
         words = self._words[: len(keys)]
         # The others have finished, and their tokens are discarded.
-        places = [p for p, key in enumerate(keys) if key.seq_id in self._sequences]
-        if len(places) < len(keys):
+        indices = [p for p, key in enumerate(keys) if key.seq_id in self._sequences]
+        if len(indices) < len(keys):
             words.fill(-1)
         failed: dict[int, str] = {}
         try:
             # A sequence's matcher follows one draft after another.
-            for depth in sorted({len(keys[place].drafts) for place in places}):
-                members = [place for place in places if len(keys[place].drafts) == depth]
+            for depth in sorted({len(keys[index].drafts) for index in indices}):
+                members = [index for index in indices if len(keys[index].drafts) == depth]
                 failed |= self._fill(words, members, keys, newest)
         except BaseException:
-            for place in places:  # It may have stopped in the middle of a sequence.
-                self._sequences[keys[place].seq_id].sampler.start_over()
+            for index in indices:  # It may have stopped in the middle of a sequence.
+                self._sequences[keys[index].seq_id].sampler.start_over()
             raise
         return FilledMasks(words, failed)
 
     def _fill(
         self,
         words: Words,
-        places: list[int],
+        indices: list[int],
         keys: Sequence[MaskKey],
         newest: Sequence[int | None],
     ) -> dict[int, str]:
         """Writes the masks of different sequences; returns the reasons of those that failed."""
-        samplers = [self._sequences[keys[place].seq_id].sampler for place in places]
-        known = [self._known(keys[place], newest[place]) for place in places]
+        samplers = [self._sequences[keys[index].seq_id].sampler for index in indices]
+        known = [self._known(keys[index], newest[index]) for index in indices]
         matchers: list[GrammarMatcher] = [
             sampler.follow(*each) for sampler, each in zip(samplers, known)
         ]
-        own = words if len(places) == len(words) else words[places]
+        own = words if len(indices) == len(words) else words[indices]
         fill_masks(matchers, own)
-        for mask, place, sampler, each in zip(own, places, samplers, known):
+        for mask, index, sampler, each in zip(own, indices, samplers, known):
             if sampler.narrows:
-                sampler.narrow(mask, *each, keys[place].position)
+                sampler.narrow(mask, *each, keys[index].position)
         if own is not words:
-            words[places] = own
-        return {p: m.failed for p, m in zip(places, matchers) if m.failed is not None}
+            words[indices] = own
+        return {p: m.failed for p, m in zip(indices, matchers) if m.failed is not None}
 
     def token_mask(self, key: MaskKey, newest: int | None) -> Mask | None:
         """See `MaskSource`."""

@@ -93,13 +93,13 @@ class SamplingMetadata:
 
     def take(self, at: Sequence[int]) -> SamplingMetadata:
         """All settings of some rows, in that order."""
-        place = {row: i for i, row in enumerate(at)}
+        new_row = {row: i for i, row in enumerate(at)}
         return replace(
             self.only(np.array(at, dtype=np.intp)),
-            edits=sorted((place[i], edit) for i, edit in self.edits if i in place),
-            logprobs=sorted((place[i], n) for i, n in self.logprobs if i in place),
+            edits=sorted((new_row[i], edit) for i, edit in self.edits if i in new_row),
+            logprobs=sorted((new_row[i], n) for i, n in self.logprobs if i in new_row),
             logprob_token_ids=sorted(
-                (place[i], ids) for i, ids in self.logprob_token_ids if i in place
+                (new_row[i], ids) for i, ids in self.logprob_token_ids if i in new_row
             ),
         )
 

@@ -33,7 +33,7 @@ class Source(IntEnum):
 _FIRST = (0.15, 0.25, 0.45, 0.6, 0.7, 0.8, 0.9)
 _NEXT = 0.85
 _MODEL = (0.6, 0.7)
-_LEAST_PREDICTED = 0.5
+_MIN_PREDICTED = 0.5
 _NUM_KINDS = len(Source) * len(_FIRST)
 
 
@@ -115,7 +115,7 @@ class Acceptance:
             elif source == Source.MODEL:
                 first, later = _MODEL
             elif source == Source.PREDICTION:  # The caller expects it to be right.
-                first = max(first, _LEAST_PREDICTED)
+                first = max(first, _MIN_PREDICTED)
             self._all.tried[kind] = [_START, _START]
             self._all.accepted[kind] = [_START * first, _START * later]
         self._prior = self._all.copy()
@@ -133,10 +133,10 @@ class Acceptance:
             own: The counts of the sequence.
         """
         known = tokens[draft.begin : draft.begin + len(draft.tokens)]
-        for place, (drafted, token) in enumerate(zip(draft.tokens, known)):
+        for index, (drafted, token) in enumerate(zip(draft.tokens, known)):
             is_same = drafted == token
-            self._all.add(draft.kind, place > 0, is_same)
-            own.add(draft.kind, place > 0, is_same)
+            self._all.add(draft.kind, index > 0, is_same)
+            own.add(draft.kind, index > 0, is_same)
             if not is_same:
                 return
 

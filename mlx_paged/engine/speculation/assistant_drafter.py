@@ -167,13 +167,13 @@ class AssistantDrafter(Drafter):
         return Draft(member.begin, drafts, self.kind(member.seq)) if drafts else None
 
     def _member(self, wanted: Wanted) -> _Member | None:
-        seq, most = wanted.seq, wanted.max_drafts
+        seq, max_drafts = wanted.seq, wanted.max_drafts
         num_tokens, row = self._rows.get(seq.seq_id, (0, 0))
         if num_tokens != len(seq.tokens) or self._hidden is None:
             return None
         if self._max_model_len is not None:
-            most = min(most, self._max_model_len - num_tokens)
-        return _Member(seq, row, num_tokens, most)
+            max_drafts = min(max_drafts, self._max_model_len - num_tokens)
+        return _Member(seq, row, num_tokens, max_drafts)
 
     def _run(self, members: list[_Member]) -> LaunchedDrafts:
         """Drafts in rounds; sequences with many drafts come first. The host reads each round if the
@@ -183,12 +183,12 @@ class AssistantDrafter(Drafter):
         newest = [member.seq.tokens[-1] for member in members]
         lens = [len(member.seq.tokens) for member in members]
         rows = [member.row for member in members]
-        tokens, positions, places = ops.upload(
+        tokens, positions, indices = ops.upload(
             *(np.array(each, dtype=np.int32) for each in (newest, lens, rows))
         )
         positions = positions - 1
         assert self._hidden is not None
-        states = self._hidden[places]
+        states = self._hidden[indices]
         launched = LaunchedDrafts()
         step, num_rows = None, 0
         for number in range(members[0].max_drafts):

@@ -160,16 +160,16 @@ class ChainedHeadsDrafter(HeadDrafter):
 
     def _keep(self, number: int, chains: Sequence[_Chain], states: mx.array) -> None:
         """Keeps the states before the first row of a head's next step."""
-        places: list[int] = []
+        indices: list[int] = []
         found: dict[int, tuple[int, int]] = {}
         for chain in chains:
             position = chain.known.end - number
             if position >= chain.first and not chain.known.seq.is_finished:
-                found[chain.known.seq.seq_id] = position, len(places)
-                places.append(chain.row + position - chain.first)
-        if not places:
+                found[chain.known.seq.seq_id] = position, len(indices)
+                indices.append(chain.row + position - chain.first)
+        if not indices:
             return
-        [rows] = ops.upload(np.array(places, dtype=np.int32))
+        [rows] = ops.upload(np.array(indices, dtype=np.int32))
         own = states[rows]
         # Evaluated before the blocks that it was computed from change.
         mx.async_eval(own)  # type: ignore[no-untyped-call]
@@ -180,15 +180,15 @@ class ChainedHeadsDrafter(HeadDrafter):
 def _features(running: Sequence[tuple[_Chain, Member, _Kept | None]], states: mx.array) -> mx.array:
     """``[num_rows, hidden_size]``: the input states of a head's rows."""
     sources, offsets, num_states = [states], {}, len(states)
-    places: list[int] = []
+    indices: list[int] = []
     for chain, member, kept in running:
         if kept is not None:
             if id(kept.states) not in offsets:
                 offsets[id(kept.states)] = num_states
                 sources.append(kept.states)
                 num_states += len(kept.states)
-            places.append(offsets[id(kept.states)] + kept.row)
+            indices.append(offsets[id(kept.states)] + kept.row)
         more = len(member.token_ids) - (kept is not None)
-        places += range(chain.row, chain.row + more)
-    [rows] = ops.upload(np.array(places, dtype=np.int32))
+        indices += range(chain.row, chain.row + more)
+    [rows] = ops.upload(np.array(indices, dtype=np.int32))
     return (states if len(sources) == 1 else mx.concatenate(sources))[rows]

@@ -77,7 +77,7 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         self._resolve_method()
-        for name, least in (
+        for name, minimum in (
             ("num_speculative_tokens", 1),
             ("prompt_lookup_min", 1),
             ("prompt_lookup_max", 1),
@@ -86,8 +86,8 @@ class SpeculativeConfig:
         ):
             value = getattr(self, name)
             if value is not None:
-                ok = type(value) is int and value >= least
-                self._check(name, ok, f"an integer of at least {least}")
+                ok = type(value) is int and value >= minimum
+                self._check(name, ok, f"an integer of at least {minimum}")
         factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
         self._check("suffix_decoding_max_spec_factor", _is_number(factor) and factor > 0, "above 0")
         self._check("suffix_decoding_min_token_prob", _is_number(prob) and 0 <= prob <= 1, "0 to 1")
@@ -128,11 +128,15 @@ class SpeculativeConfig:
     def _resolve_lookup(self) -> None:
         if self.method == "ngram":
             given = [n for n in (self.prompt_lookup_min, self.prompt_lookup_max) if n is not None]
-            least = self.prompt_lookup_min or min([*given, _DEFAULT_NGRAM])
-            most = self.prompt_lookup_max or max(least, *given, 0) if given else _DEFAULT_NGRAM
-            self._set("prompt_lookup_min", least)
-            self._set("prompt_lookup_max", most)
-            self._check("prompt_lookup_min", least <= most, f"at most prompt_lookup_max ({most})")
+            shortest = self.prompt_lookup_min or min([*given, _DEFAULT_NGRAM])
+            longest = (
+                self.prompt_lookup_max or max(shortest, *given, 0) if given else _DEFAULT_NGRAM
+            )
+            self._set("prompt_lookup_min", shortest)
+            self._set("prompt_lookup_max", longest)
+            self._check(
+                "prompt_lookup_min", shortest <= longest, f"at most prompt_lookup_max ({longest})"
+            )
         if self.num_speculative_tokens is None:
             default = self.suffix_decoding_max_tree_depth
             if not self.looks_up_all:

@@ -84,8 +84,8 @@ class StepCosts:
         more -= _interpolated(num_seqs, self.rows, self.of_rows)
         longer = context_len - self.context_len
         attention = num_seqs * self.per_context + (num_rows - num_seqs) * self.per_row_context
-        least = 0.5 * alone
-        expected = max(least, alone + max(0.0, more) + longer * attention)
+        floor = 0.5 * alone
+        expected = max(floor, alone + max(0.0, more) + longer * attention)
         return expected * self._factors[num_rows > num_seqs]
 
     def observe(self, num_rows: int, num_seqs: int, context_len: float, seconds: float) -> None:

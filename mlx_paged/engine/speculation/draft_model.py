@@ -149,11 +149,11 @@ def make_eagle3(
     projection = paged.output_projection
     output = None if projection is None else (projection.module, projection.method)
     head, tokens = load_eagle3(path, config, embeddings, output)
-    places = config.places(len(getattr(target.model, "layers", ())))
-    _tap(paged, places, target, str(options.model))
+    layers = config.tapped_layers(len(getattr(target.model, "layers", ())))
+    _tap(paged, layers, target, str(options.model))
     spread = None if tokens is None else _Spread(tokens, target.vocab_size)
     runner = ModelRunner(
-        page_head(head, paged, head.returned_place),
+        page_head(head, paged, head.feedback_layer),
         masks=masks,
         orders_all=True,
         to_vocabulary=spread,
@@ -236,13 +236,13 @@ def make_mtp(
         if own_output is not None:
             output = (own_output, "__call__")
         head.attach(embeddings, *output, norm=lambda: target.model.model.norm)
-    most = len(heads)
-    if most > 1 and options.method == "mtp" and options.max_drafts > most:
-        expected = f"at most {most} for {target.name}, which has a head for each draft"
+    num_heads = len(heads)
+    if num_heads > 1 and options.method == "mtp" and options.max_drafts > num_heads:
+        expected = f"at most {num_heads} for {target.name}, which has a head for each draft"
         field = "speculative_config.num_speculative_tokens"
         raise InvalidParameterError(field, expected, options.max_drafts)
     try:
-        paged.tap([heads[0][0].read_place(len(getattr(target.model, "layers", ())))])
+        paged.tap([heads[0][0].tapped_layer(len(getattr(target.model, "layers", ())))])
     except ValueError as error:
         expected = f"another one for {target.name} ({error})"
         raise InvalidParameterError("speculative_config.method", expected, "mtp") from error
@@ -250,7 +250,7 @@ def make_mtp(
     mode = paged.layout.mode if paged.layout.mode.is_gathered else Mode.NATIVE
     runners = [
         ModelRunner(
-            page_head(head, paged, head.returned_place, mode),
+            page_head(head, paged, head.feedback_layer, mode),
             masks=masks,
             orders_all=True,
             to_vocabulary=partial(_of_width, width=target.vocab_size),
@@ -258,7 +258,7 @@ def make_mtp(
         for head, _ in heads
     ]
     num_tokens = target.vocab_size
-    if most > 1:
+    if num_heads > 1:
         return ChainedHeadsDrafter(
             runners, masks, max_model_len=max_model_len, num_tokens=num_tokens
         )
@@ -292,16 +292,16 @@ def make_dflash(
         ("vocab_size", target.vocab_size, config.vocab_size),
         ("hidden_size", size, config.hidden_size),
     )
-    most, projection = config.max_drafts, paged.output_projection
-    if options.max_drafts > most:
-        expected = f"at most {most} for {name}, whose blocks have no more drafts"
+    max_drafts, projection = config.max_drafts, paged.output_projection
+    if options.max_drafts > max_drafts:
+        expected = f"at most {max_drafts} for {name}, whose blocks have no more drafts"
         field = "speculative_config.num_speculative_tokens"
         raise InvalidParameterError(field, expected, options.max_drafts)
     if projection is None:
         raise InvalidParameterError(_FIELD, f"another method for {target.name}", name)
     head = load_dflash(path, config, target.dtype)
     head.attach(embeddings, projection.module, projection.method)
-    _tap(paged, config.places, target, name)
+    _tap(paged, config.tapped_layers, target, name)
     widen = partial(_of_width, width=target.vocab_size)
     runner = ModelRunner(
         page_head(head, paged, FINAL if config.chains else None),
@@ -318,9 +318,9 @@ def make_dflash(
     )
 
 
-def _tap(paged: PagedModel, places: Sequence[int], target: LoadedModel, name: str) -> None:
+def _tap(paged: PagedModel, layers: Sequence[int], target: LoadedModel, name: str) -> None:
     try:
-        paged.tap(places)
+        paged.tap(layers)
     except ValueError as error:
         expected = f"a head for {target.name} ({error})"
         raise InvalidParameterError(_FIELD, expected, name) from error
@@ -346,11 +346,11 @@ class _Spread:
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             expected = f"a head whose d2t leads to tokens below {vocab_size}"
             raise InvalidParameterError(_FIELD, expected, int(ids.max()))
-        places = np.full(vocab_size, len(ids), dtype=np.int32)
-        places[ids] = np.arange(len(ids), dtype=np.int32)
-        self._places = mx.array(places)
-        mx.eval(self._places)
+        columns = np.full(vocab_size, len(ids), dtype=np.int32)
+        columns[ids] = np.arange(len(ids), dtype=np.int32)
+        self._columns = mx.array(columns)
+        mx.eval(self._columns)
 
     def __call__(self, logits: mx.array) -> mx.array:
         nothing = mx.full((len(logits), 1), -mx.inf, logits.dtype)
-        return mx.take(mx.concatenate([logits, nothing], axis=1), self._places, axis=1)
+        return mx.take(mx.concatenate([logits, nothing], axis=1), self._columns, axis=1)

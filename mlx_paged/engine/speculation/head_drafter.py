@@ -127,8 +127,8 @@ class HeadDrafter(PagedDrafter):
         rows.sort(key=lambda each: len(each.token_ids))
         members = self._members(rows, wanted)
         at = [np.arange(each.first, each.first + len(each.token_ids)) for each in rows]
-        [places] = ops.upload(np.concatenate(at).astype(np.int32))
-        features = hidden[places]
+        [indices] = ops.upload(np.concatenate(at).astype(np.int32))
+        features = hidden[indices]
         if self._num_features is not None:
             features = features.reshape(len(features), self._num_features, -1)
         rounds = self._run.launch(members, features)

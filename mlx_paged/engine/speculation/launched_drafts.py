@@ -31,7 +31,7 @@ class _Part(NamedTuple):
     tokens: mx.array
     reported: mx.array
     members: Sequence[Drafted]
-    places: Sequence[int]
+    indices: Sequence[int]
 
 
 class LaunchedDrafts:
@@ -50,7 +50,7 @@ class LaunchedDrafts:
         tokens: mx.array,
         reported: mx.array,
         members: Sequence[Drafted],
-        places: Sequence[int],
+        indices: Sequence[int],
     ) -> None:
         """Adds drafts that are sampled together.
 
@@ -58,18 +58,18 @@ class LaunchedDrafts:
             tokens: ``[num_sampled]`` int32, all valid tokens of the model.
             reported: The same for the host, -1 where none could be sampled.
             members: The sequence of each draft.
-            places: The index of each draft in both.
+            indices: The index of each draft in both.
         """
-        self._parts.append(_Part(tokens, reported, members, places))
+        self._parts.append(_Part(tokens, reported, members, indices))
 
     def in_flight(self) -> DraftsInFlight | None:
         """Starts the drafts, and returns them as inputs of a step; None if there are none, or if
         they have been read."""
         found: dict[int, list[int]] = {}
         offset = 0
-        for tokens, _, members, places in self._parts:
-            for member, place in zip(members, places):
-                found.setdefault(member.seq.seq_id, []).append(offset + place)
+        for tokens, _, members, indices in self._parts:
+            for member, index in zip(members, indices):
+                found.setdefault(member.seq.seq_id, []).append(offset + index)
             offset += tokens.size
         if not found:
             return None
@@ -81,7 +81,7 @@ class LaunchedDrafts:
         """Waits for the drafts, and appends them to their sequences' drafts."""
         parts, self._parts = [part for part in self._parts if part.members], []
         mx.eval(*(part.reported for part in parts))
-        for _, reported, members, places in parts:
+        for _, reported, members, indices in parts:
             tokens = np.array(reported)
-            for member, place in zip(members, places):
-                member.drafts.append(int(tokens[place]))
+            for member, index in zip(members, indices):
+                member.drafts.append(int(tokens[index]))

@@ -15,7 +15,7 @@ from mlx_paged.engine.speculation.costs import StepCosts
 
 # Time of a further row, as a share of the average time of a step's rows.
 _UNKNOWN = 0.6
-_MOST_SHARE = 16.0
+_MAX_SHARE = 16.0
 _WEIGHT = 0.1
 _MAX_RATIO = 3.0
 # Steps of a number of rows among which the time of compiling it is divided.
@@ -75,18 +75,18 @@ class LearnedCosts:
         if not self._plain or compiles:
             return
         found = (seconds / plain - 1) * num_seqs / num_drafts
-        found = min(max(found, 0.0), _MOST_SHARE)
-        place = size, _size(num_drafts)
+        found = min(max(found, 0.0), _MAX_SHARE)
+        key = size, _size(num_drafts)
         before = self._share(num_seqs, num_drafts)
-        self._num_seen[place] += 1
-        weight = max(_WEIGHT, 1 / (1 + self._num_seen[place]))
-        self._shares[place] = before + weight * (found - before)
+        self._num_seen[key] += 1
+        weight = max(_WEIGHT, 1 / (1 + self._num_seen[key]))
+        self._shares[key] = before + weight * (found - before)
 
     def age(self) -> None:
         """Moves the learned times of drafts halfway back to their initial values."""
         self._shares = {
-            place: (share + self._initial(*map(_least, place))) / 2
-            for place, share in self._shares.items()
+            key: (share + self._initial(*map(_smallest, key))) / 2
+            for key, share in self._shares.items()
         }
         self._num_seen.clear()
 
@@ -129,7 +129,7 @@ def _size(count: int) -> int:
     return count.bit_length()
 
 
-def _least(size: int) -> int:
+def _smallest(size: int) -> int:
     """The smallest number of a size class."""
     return 1 << (size - 1)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 _SHARE = 0.01
 _ADVANCE = 1.0
 # Saved steps that later drafts may lose again.
-_MOST = 16.0
+_MAX_BALANCE = 16.0
 
 
 class Ledger:
@@ -34,4 +34,4 @@ class Ledger:
 
     def saved(self, num_steps: float) -> None:
         """Records the time that a step with drafts saved; negative: lost."""
-        self._balance = min(_MOST, self._balance + num_steps)
+        self._balance = min(_MAX_BALANCE, self._balance + num_steps)

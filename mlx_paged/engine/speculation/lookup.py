@@ -63,19 +63,19 @@ class SequenceIndex:
         last = len(tokens) - 1
         if last < 1:
             return None
-        best, place = min_match - 1, -1
+        best_length, best_end = min_match - 1, -1
         for end in self._ends(tokens[last - 1] << 32 | tokens[last], last):
             length = common_length(tokens, end, tokens, last, max_match)
-            if length > best:
-                best, place = length, end
+            if length > best_length:
+                best_length, best_end = length, end
                 if length >= max_match:
                     break
-        if place < 0:
+        if best_end < 0:
             return None
-        drafts = list(tokens[place + 1 : place + 1 + max_drafts])
+        drafts = list(tokens[best_end + 1 : best_end + 1 + max_drafts])
         while len(drafts) < max_drafts:
-            drafts.append(drafts[len(drafts) - (last - place)])
-        return Match(best, tuple(drafts))
+            drafts.append(drafts[len(drafts) - (last - best_end)])
+        return Match(best_length, tuple(drafts))
 
     def _ends(self, pair: int, before: int) -> Iterator[int]:
         """The ends of a pair's latest occurrences before a position, the latest first."""
@@ -183,11 +183,11 @@ class LookupDrafter(Drafter):
         self._is_suffix = config.looks_up_all
         self._shared = SharedTexts(config.suffix_decoding_max_cached_requests)
         if self._is_suffix:
-            least, most = _MIN_SUFFIX_MATCH, config.suffix_decoding_max_tree_depth
+            min_match, max_match = _MIN_SUFFIX_MATCH, config.suffix_decoding_max_tree_depth
         else:
             assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
-            least, most = config.prompt_lookup_min, config.prompt_lookup_max
-        self._min_match, self._max_match = least, max(least, most)
+            min_match, max_match = config.prompt_lookup_min, config.prompt_lookup_max
+        self._min_match, self._max_match = min_match, max(min_match, max_match)
 
     def draft(self, wanted: Sequence[Wanted]) -> list[Draft | None]:
         """See `Drafter`."""
@@ -200,12 +200,12 @@ class LookupDrafter(Drafter):
             state.index = SequenceIndex(tokens, seq.request.num_prompt_tokens)
         index: SequenceIndex = state.index
         index.update()
-        source, least, most = Source.SEQUENCE, self._min_match, self._max_match
-        match = index.find(min_match=least, max_match=most, max_drafts=max_drafts)
-        if self._is_suffix and (match is None or match.length < most):
-            least = least if match is None else match.length + 1
+        source, min_match, max_match = Source.SEQUENCE, self._min_match, self._max_match
+        match = index.find(min_match=min_match, max_match=max_match, max_drafts=max_drafts)
+        if self._is_suffix and (match is None or match.length < max_match):
+            min_match = min_match if match is None else match.length + 1
             shared = self._shared.of(seq.request.cache_salt).find(
-                tokens, min_match=least, max_match=most, max_drafts=max_drafts
+                tokens, min_match=min_match, max_match=max_match, max_drafts=max_drafts
             )
             if shared is not None:
                 match, source = shared, Source.SHARED
@@ -213,8 +213,8 @@ class LookupDrafter(Drafter):
             return None
         drafts = match.drafts
         if self._is_suffix:
-            most = int(self._config.suffix_decoding_max_spec_factor * match.length)
-            drafts = drafts[: max(1, most)]
+            limit = int(self._config.suffix_decoding_max_spec_factor * match.length)
+            drafts = drafts[: max(1, limit)]
         drafts = seq.sampler.legal(tokens, drafts)
         return Draft(len(tokens), drafts, kind_of(source, match.length)) if drafts else None
 

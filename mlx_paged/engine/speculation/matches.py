@@ -18,10 +18,10 @@ class Match(NamedTuple):
     drafts: tuple[int, ...]
 
 
-def common_length(one: array[int], end: int, other: array[int], last: int, most: int) -> int:
-    """Returns the number of equal tokens before and at two positions, at most `most`."""
+def common_length(one: array[int], end: int, other: array[int], last: int, limit: int) -> int:
+    """Returns the number of equal tokens before and at two positions, at most `limit`."""
     length = 0
-    most = min(most, end + 1, last + 1)
-    while length < most and one[end - length] == other[last - length]:
+    limit = min(limit, end + 1, last + 1)
+    while length < limit and one[end - length] == other[last - length]:
         length += 1
     return length

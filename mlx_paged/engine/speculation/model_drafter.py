@@ -94,8 +94,8 @@ class ModelDrafter(PagedDrafter):
             table = StepTable(tuple(seq.tables.blocks), 0)
             members.append(Member(seq, seq.tokens[begin:], begin, table, max(0, max_drafts)))
         computed = self._first_round(members)
-        for place, member in computed:
-            followed = _followed(wanted[place].state)
+        for index, member in computed:
+            followed = _followed(wanted[index].state)
             self._contents.record(followed, member.seq.tokens, member.begin, member.end)
             if member.max_drafts:
                 self._contents.overwritten(followed, member.end + member.max_drafts - 1)
@@ -104,12 +104,12 @@ class ModelDrafter(PagedDrafter):
         def finish() -> list[Draft | None]:
             rounds.read()
             found: list[Draft | None] = [None] * len(wanted)
-            for place, member in computed:
+            for index, member in computed:
                 if member.max_drafts:
-                    followed = _followed(wanted[place].state)
+                    followed = _followed(wanted[index].state)
                     followed.drafted, followed.drafted_from = tuple(member.drafts[:-1]), member.end
                 if member.usable:
-                    found[place] = Draft(member.end, member.usable, self.kind(member.seq))
+                    found[index] = Draft(member.end, member.usable, self.kind(member.seq))
             return found
 
         return StartedDrafts(finish, rounds.in_flight())
@@ -118,14 +118,14 @@ class ModelDrafter(PagedDrafter):
         """Chooses (index, sequence) of the first round: those with the fewest tokens, and of the
         others as many tokens as fit."""
         chosen, left = [], self._max_rows
-        for place in sorted(range(len(members)), key=lambda i: len(members[i].token_ids)):
-            member = members[place]
+        for index in sorted(range(len(members)), key=lambda i: len(members[i].token_ids)):
+            member = members[index]
             if not member.max_drafts or not left:
                 continue
             if len(member.token_ids) > left:
                 member.token_ids, member.max_drafts = member.token_ids[:left], 0
             left -= len(member.token_ids)
-            chosen.append((place, member))
+            chosen.append((index, member))
         return chosen
 
 

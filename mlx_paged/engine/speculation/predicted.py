@@ -28,7 +28,7 @@ class PredictedAnswer:
     def __init__(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         self._guess = array("I", tokens)
         self._begin = num_prompt_tokens
-        self._place = 0  # in the guess, of the next token
+        self._next = 0  # in the guess, of the next token
         self._ends: dict[int, list[int]] = {}  # pair -> where it ends in the guess, ascending
         for end in range(1, len(tokens)):
             self._ends.setdefault(tokens[end - 1] << 32 | tokens[end], []).append(end)
@@ -42,15 +42,15 @@ class PredictedAnswer:
         last = len(tokens) - 1
         length, end = 0, -1
         for candidate in self._candidates(tokens, last):
-            most = min(_MAX_MATCH, last - self._begin + 1)
-            found = common_length(self._guess, candidate, tokens, last, most)
+            limit = min(_MAX_MATCH, last - self._begin + 1)
+            found = common_length(self._guess, candidate, tokens, last, limit)
             if found > length:
                 length, end = found, candidate
         # A single token occurs everywhere, but an answer and its guess often begin the same way.
         if not length or (length == 1 and last > self._begin):
             return None
-        self._place = end + 1
-        drafts = tuple(self._guess[self._place : self._place + max_drafts])
+        self._next = end + 1
+        drafts = tuple(self._guess[self._next : self._next + max_drafts])
         return Match(length, drafts) if drafts else None
 
     def _candidates(self, tokens: array[int], last: int) -> list[int]:
@@ -58,6 +58,6 @@ class PredictedAnswer:
         if last == self._begin:
             return [0]
         ends = self._ends.get(tokens[last - 1] << 32 | tokens[last], [])
-        middle = bisect_left(ends, self._place)
+        middle = bisect_left(ends, self._next)
         before = ends[max(0, middle - _MAX_CANDIDATES) : middle]
         return ends[middle : middle + _MAX_CANDIDATES] + before[::-1]

@@ -146,9 +146,9 @@ class DraftRounds:
             ends = np.cumsum([n for n in batch.num_samples() if n]).tolist()
             for member, end in zip(sampled, ends):
                 member.newest = end - 1
-            places = [member.newest for member in sampled]
+            indices = [member.newest for member in sampled]
             chosen = previous.chosen
-            drafts.add(chosen.tokens, chosen.reported, sampled, places)
+            drafts.add(chosen.tokens, chosen.reported, sampled, indices)
             if not number:
                 drafts.hidden = previous.hidden
             if is_read:

@@ -181,9 +181,9 @@ class Speculator:
         for proposal, count in zip(proposals, counts):
             if count and proposal.draft is None:
                 seq, state, room = proposal.wanted
-                most = scheduler.reserve(seq, room if self._drafts_at_once else count)
-                if most:
-                    chosen.append((proposal, Wanted(seq, state, most)))
+                num_reserved = scheduler.reserve(seq, room if self._drafts_at_once else count)
+                if num_reserved:
+                    chosen.append((proposal, Wanted(seq, state, num_reserved)))
         if not chosen:
             return
         self._num_watched = 0
@@ -199,9 +199,9 @@ class Speculator:
         if started.in_flight is not None and is_usual and not self._must_read():
             self._started = _Started(started, all_wanted)
             self._drafting = self._expected_seconds(all_wanted)
-            places = started.in_flight.places
+            indices = started.in_flight.indices
             for proposal, wanted in chosen:
-                if count := len(places.get(wanted.seq.seq_id, ())):
+                if count := len(indices.get(wanted.seq.seq_id, ())):
                     proposal.draft = Draft(len(wanted.seq.tokens), (0,) * count, proposal.kind)
             return
         drafts = self._finish(started, all_wanted)
@@ -362,10 +362,10 @@ class Speculator:
         num_rows = sum(len(seq.tokens) - seq.num_scheduled_tokens for seq in ready)
         room = max(0, self._max_rows - num_rows)
         if self._costs is None:
-            places = [
-                (place, i) for i, each in enumerate(proposals) for place in range(len(each.gains))
+            by_depth = [
+                (depth, i) for i, each in enumerate(proposals) for depth in range(len(each.gains))
             ]
-            for _, i in sorted(places)[:room]:
+            for _, i in sorted(by_depth)[:room]:
                 counts[i] += 1
             return counts
         if not ready:
@@ -376,9 +376,9 @@ class Speculator:
         # Each sequence's gains decrease, so the best drafts overall are a prefix of each one's.
         ordered = sorted(
             (
-                (gain, place, i)
+                (gain, depth, i)
                 for i, proposal in enumerate(proposals)
-                for place, gain in enumerate(proposal.gains)
+                for depth, gain in enumerate(proposal.gains)
             ),
             key=lambda each: -each[0],
         )
@@ -386,13 +386,13 @@ class Speculator:
         drafting = 0.0  # seconds
         forced = 0.0  # tokens that a grammar forces
         rounds: Counter[int] = Counter()  # sequences in each round of the drafter
-        for count, (gain, place, i) in enumerate(ordered[:room], 1):
+        for count, (gain, depth, i) in enumerate(ordered[:room], 1):
             tokens += gain
-            if proposals[i].draft is None and not (place and self._drafts_at_once):
-                drafting -= self._round_seconds(rounds[place], context_len)
-                rounds[place] += 1
-                drafting += self._round_seconds(rounds[place], context_len)
-                drafting += 0.0 if place else proposals[i].seconds
+            if proposals[i].draft is None and not (depth and self._drafts_at_once):
+                drafting -= self._round_seconds(rounds[depth], context_len)
+                rounds[depth] += 1
+                drafting += self._round_seconds(rounds[depth], context_len)
+                drafting += 0.0 if depth else proposals[i].seconds
             seconds = self._costs.seconds(num_seqs + count, num_seqs, context_len)
             if source_of(proposals[i].kind) is Source.GRAMMAR:
                 forced += gain
@@ -469,8 +469,8 @@ class Speculator:
             self._call(self._drafter.flush)
         if self._is_broken:
             return
-        for seq, gained in zip(output.sequences, token_ids):
-            if seq.is_finished and gained:
+        for seq, new_token_ids in zip(output.sequences, token_ids):
+            if seq.is_finished and new_token_ids:
                 for drafter in self._drafters:
                     drafter.finish(seq)
         if self._costs is None:
@@ -527,17 +527,17 @@ class Speculator:
     def _count(self, output: SchedulerOutput, token_ids: list[list[int]]) -> None:
         num_drafts = drafted = 0
         positions = [0] * self._config.max_drafts
-        for seq, count, gained in zip(output.sequences, output.batch.num_drafts, token_ids):
+        for seq, count, new_token_ids in zip(output.sequences, output.batch.num_drafts, token_ids):
             state: DraftState | None = seq.drafts
             if state is not None and state.pending is not None:
                 count = min(count, len(state.pending.tokens))  # Others follow the end of an answer.
-            if not count or not gained:
+            if not count or not new_token_ids:
                 continue
             num_drafts += 1
             drafted += count
-            own = min(count, len(gained) - 1)
-            for place in range(own):
-                positions[place] += 1
+            own = min(count, len(new_token_ids) - 1)
+            for position in range(own):
+                positions[position] += 1
             request = seq.request.state
             if request is not None:
                 request.output.num_accepted_drafts += own

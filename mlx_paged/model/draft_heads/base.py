@@ -77,13 +77,14 @@ def read_weights(path: Path) -> dict[str, mx.array]:
 
 
 def page_head(
-    head: nn.Module, target: PagedModel, place: int | None, mode: Mode = Mode.NATIVE
+    head: nn.Module, target: PagedModel, feedback_layer: int | None, mode: Mode = Mode.NATIVE
 ) -> PagedModel:
     """Converts a head to paged caches.
 
     Args:
         target: The model that it drafts for.
-        place: Place of its own states for the next draft, see `Taps`; None if it needs none.
+        feedback_layer: Layer id of its own states that the next draft reads, see `Taps`; None if
+            it reads none.
         mode: Mode of its layers.
 
     Raises:
@@ -97,6 +98,6 @@ def page_head(
         platform=target.platform,
     )
     paged.repeats_steps = target.repeats_steps
-    if place is not None:
-        paged.tap([place])
+    if feedback_layer is not None:
+        paged.tap([feedback_layer])
     return paged

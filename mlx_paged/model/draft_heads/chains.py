@@ -64,12 +64,12 @@ class CandidateSelector(nn.Module):  # type: ignore[misc]
 
     def step(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
         """See `Chain`."""
-        places = mx.argpartition(logits, -self._top_k, axis=-1)[:, -self._top_k :]
+        candidates = mx.argpartition(logits, -self._top_k, axis=-1)[:, -self._top_k :]
         form = self.predecessor_codebook(before) * self.hidden_projection(states)
-        gains = (form[:, None] * self.successor_codebook(places)).sum(axis=-1)
-        scores = mx.take_along_axis(logits, places, axis=-1) + gains
+        gains = (form[:, None] * self.successor_codebook(candidates)).sum(axis=-1)
+        scores = mx.take_along_axis(logits, candidates, axis=-1) + gains
         impossible = mx.full(logits.shape, -mx.inf, scores.dtype)
-        return mx.put_along_axis(impossible, places, scores, axis=-1)
+        return mx.put_along_axis(impossible, candidates, scores, axis=-1)
 
 
 class MarkovHead(nn.Module):  # type: ignore[misc]

@@ -124,8 +124,8 @@ class DFlashConfig:
         )
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """The layers of a model whose inputs the head reads."""
+    def tapped_layers(self) -> tuple[int, ...]:
+        """The target's layer ids whose inputs the head reads; see `Taps`."""
         return tuple(i + 1 for i in self.target_layer_ids)
 
     @property
@@ -228,7 +228,7 @@ class _Conv(nn.Module):  # type: ignore[misc]
     def _group(self) -> int:
         return self._config.group_size
 
-    def __call__(self, x: mx.array, kernels: mx.array, place: mx.array, side: int) -> mx.array:
+    def __call__(self, x: mx.array, kernels: mx.array, position: mx.array, side: int) -> mx.array:
         """Convolves rows ``[..., size]``.
 
         Args:
@@ -244,7 +244,7 @@ class _Conv(nn.Module):  # type: ignore[misc]
                 nothing = mx.zeros_like(rows[:back])
                 # A step may have fewer rows.
                 shifted = mx.concatenate([nothing, rows], axis=0)[: rows.shape[0]]
-                seen = mx.where(place >= back, shifted, mx.zeros_like(rows))
+                seen = mx.where(position >= back, shifted, mx.zeros_like(rows))
             base = self.base_kernel[side, back].reshape(rows.shape[1:]).astype(x.dtype)
             out = out + (base + kernels[:, side, back]) * seen
         return out.reshape(x.shape)
@@ -265,24 +265,24 @@ class _Layer(nn.Module):  # type: ignore[misc]
     def __call__(
         self, x: mx.array, context: mx.array, mark: mx.array, mask: Any, cache: Any
     ) -> Any:
-        place = -mark.reshape(-1, 1, 1)
+        position = -mark.reshape(-1, 1, 1)
         is_context = mark > 0
 
         def attend(normed: mx.array) -> mx.array:
             return self.self_attn(normed, mx.where(is_context, context, normed), mask, cache)
 
-        x = x + self._convolved("attention_conv", self.input_layernorm(x), place, attend)
+        x = x + self._convolved("attention_conv", self.input_layernorm(x), position, attend)
         normed = self.post_attention_layernorm(x)
-        return x + self._convolved("mlp_conv", normed, place, self.mlp)
+        return x + self._convolved("mlp_conv", normed, position, self.mlp)
 
     def _convolved(
-        self, name: str, x: mx.array, place: mx.array, inner: Callable[[mx.array], mx.array]
+        self, name: str, x: mx.array, position: mx.array, inner: Callable[[mx.array], mx.array]
     ) -> mx.array:
         if not self._has_conv:
             return inner(x)
         conv = self[name]
         kernels = conv.kernels(x)
-        out: mx.array = conv(inner(conv(x, kernels, place, 0)), kernels, place, 1)
+        out: mx.array = conv(inner(conv(x, kernels, position, 0)), kernels, position, 1)
         return out
 
 

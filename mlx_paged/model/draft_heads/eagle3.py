@@ -117,8 +117,8 @@ class Eagle3Config:
             layer_ids=tuple(int(i) for i in ids) if ids else None,
         )
 
-    def places(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a model whose inputs the head reads."""
+    def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The target's layer ids whose inputs the head reads; see `Taps`."""
         return self.layer_ids or (2, num_layers // 2, num_layers - 3)
 
 
@@ -218,8 +218,8 @@ class Eagle3Head(nn.Module):  # type: ignore[misc]
         self.lm_head, self._method = module, method
 
     @property
-    def returned_place(self) -> int:
-        """The place of its own states for the next draft, see `Taps`."""
+    def feedback_layer(self) -> int:
+        """The layer id of its own states that the next draft reads; see `Taps`."""
         return FINAL if self.config.norm_output else len(self.layers)
 
     def make_cache(self) -> list[Any]:

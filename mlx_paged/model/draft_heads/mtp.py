@@ -90,13 +90,13 @@ class MtpHead(nn.Module):  # type: ignore[misc]
         if self._format.norm is None:
             self.norm = norm()
 
-    def read_place(self, num_layers: int) -> int:
-        """Returns the place that it taps in a model of `num_layers` layers, see `Taps`."""
+    def tapped_layer(self, num_layers: int) -> int:
+        """Returns the layer id that it taps in a model of `num_layers` layers; see `Taps`."""
         return FINAL if self._format.reads_normed else num_layers
 
     @property
-    def returned_place(self) -> int:
-        """The place of its own states for the next draft, see `Taps`."""
+    def feedback_layer(self) -> int:
+        """The layer id of its own states that the next draft reads; see `Taps`."""
         return FINAL if self._format.returns_normed else len(self.layers)
 
     def make_cache(self) -> list[Any]:
@@ -258,11 +258,11 @@ def _sorted_out(named: Weights, mtp_format: MtpFormat) -> tuple[Weights, mx.arra
     found: Weights = {}
     own_names = {theirs: ours for ours, theirs in _OWN.items()}
     layers = mtp_format.model_layer
-    place = "layers.0." if layers.endswith(".0.") else "layers."
+    prefix = "layers.0." if layers.endswith(".0.") else "layers."
     for name, weight in named.items():
         name = name.removeprefix("language_model.")
         if name.startswith(layers):
-            found[place + name.removeprefix(layers)] = weight
+            found[prefix + name.removeprefix(layers)] = weight
         elif name in own_names:
             found[f"{own_names[name]}.weight"] = weight
     output = found.pop("output.weight", None)
@@ -347,5 +347,7 @@ def _files(path: Path, is_wanted: Callable[[str], bool]) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(path.glob("*.safetensors"))
-    places = json.loads(index.read_text())["weight_map"]
-    return [path / file for file in sorted({f for name, f in places.items() if is_wanted(name)})]
+    weight_map = json.loads(index.read_text())["weight_map"]
+    return [
+        path / file for file in sorted({f for name, f in weight_map.items() if is_wanted(name)})
+    ]

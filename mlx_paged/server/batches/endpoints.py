@@ -324,39 +324,39 @@ def query_of(request: Request, *known: str) -> dict[str, str]:
 
 
 def _page(
-    entries: Sequence[R], query: Mapping[str, str], default: int, most: int
+    entries: Sequence[R], query: Mapping[str, str], default: int, maximum: int
 ) -> tuple[Sequence[R], bool]:
     """Returns a number of entries after one, and True if there are more."""
-    limit = limit_of(query, default, most)
+    limit = limit_of(query, default, maximum)
     begin = 0
     if "after" in query:
-        begin = 1 + place_of("after", query["after"], entries)
+        begin = 1 + index_of("after", query["after"], entries)
     return entries[begin : begin + limit], begin + limit < len(entries)
 
 
-def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
+def limit_of(query: Mapping[str, str], default: int, maximum: int) -> int:
     """Returns the maximum entries of a page.
 
     Raises:
         ApiError: 400.
     """
     given = query.get("limit", str(default))
-    if not (given.isascii() and given.isdigit() and len(given) < 6 and 1 <= int(given) <= most):
+    if not (given.isascii() and given.isdigit() and len(given) < 6 and 1 <= int(given) <= maximum):
         raise bad_request(
-            "limit", f"limit must be a number from 1 to {most} but got {shorten(given)!r}"
+            "limit", f"limit must be a number from 1 to {maximum} but got {shorten(given)!r}"
         )
     return int(given)
 
 
-def place_of(name: str, given: str, entries: Sequence[_HasId]) -> int:
+def index_of(name: str, given: str, entries: Sequence[_HasId]) -> int:
     """Returns the index of the entry at which a page begins or ends.
 
     Raises:
         ApiError: 400, there is none.
     """
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         if entry.id == given:
-            return place
+            return index
     raise bad_request(name, f"{name} must be the id of an entry but got {shorten(given, 64)!r}")
 
 

@@ -21,10 +21,10 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from mlx_paged.server.batches.endpoints import (
     found_batch,
+    index_of,
     limit_of,
     manager_of,
     no_batch,
-    place_of,
     query_of,
 )
 from mlx_paged.server.batches.folder import open_new
@@ -165,11 +165,11 @@ def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) 
     return len(custom_ids)
 
 
-def _line(entry: bytes, place: int, custom_ids: set[str], bounds: BodyBounds) -> bytes:
+def _line(entry: bytes, index: int, custom_ids: set[str], bounds: BodyBounds) -> bytes:
     """Returns the line of a message, and adds its `custom_id` to the earlier ones."""
-    if place == MAX_REQUESTS:
+    if index == MAX_REQUESTS:
         raise bad_request("requests", f"requests must have at most {MAX_REQUESTS} entries")
-    name = f"requests.{place}"
+    name = f"requests.{index}"
     try:
         bounds.feed(entry)  # An entry that takes long to parse would stall everything else.
         found = MessageBatchRequest.model_validate_json(entry)
@@ -204,13 +204,13 @@ async def list_batches(request: Request) -> Response:
     if "before_id" in query and "after_id" in query:
         raise bad_request("before_id", "before_id must not be given with after_id")
     if "before_id" in query:
-        end = place_of("before_id", query["before_id"], records)
+        end = index_of("before_id", query["before_id"], records)
         begin = max(0, end - limit)
         has_more = begin > 0
     else:
         begin = 0
         if "after_id" in query:
-            begin = 1 + place_of("after_id", query["after_id"], records)
+            begin = 1 + index_of("after_id", query["after_id"], records)
         end = begin + limit
         has_more = end < len(records)
     page = records[begin:end]

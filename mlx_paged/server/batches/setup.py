@@ -64,9 +64,9 @@ def start_batches(context: ServerContext, max_lines: int) -> None:
     """
     if context.batches is None:
         return
-    most, limit = context.config.max_batch_lines, context.max_model_len
+    configured, limit = context.config.max_batch_lines, context.max_model_len
     context.batches.start(
-        max_lines if most is None else most,
+        max_lines if configured is None else configured,
         context.max_body_size,
         partial(BodyBounds, max(MAX_TOKEN_IDS, limit or 0), limit, is_in_line=True),
     )

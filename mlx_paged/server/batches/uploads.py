@@ -138,16 +138,16 @@ class Receiving:
         folder: Its folder.
         limit: Maximum bytes of the file.
         what: Its name in errors.
-        most: Maximum bytes of all files.
+        max_total: Maximum bytes of all files.
         room: Remaining bytes of all files when `Folder.num_uploaded` was 0.
     """
 
     def __init__(
-        self, upload: Upload, folder: Folder, limit: int, what: str, most: int, room: int
+        self, upload: Upload, folder: Folder, limit: int, what: str, max_total: int, room: int
     ) -> None:
         self.upload = upload
         self._folder = folder
-        self._limit, self._what, self._most, self._room = limit, what, most, room
+        self._limit, self._what, self._max_total, self._room = limit, what, max_total, room
 
     def take(self, data: bytes) -> None:
         """Appends to it.
@@ -158,7 +158,7 @@ class Receiving:
         if self.upload.size + len(data) > self._limit:
             raise too_large(self._limit, self._what)
         if self._folder.num_receiving + self._folder.num_uploaded + len(data) > self._room:
-            raise files_too_large(self._most)
+            raise files_too_large(self._max_total)
         self.upload.add(data)
         self._folder.num_receiving += len(data)
 

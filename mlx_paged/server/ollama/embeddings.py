@@ -89,8 +89,8 @@ async def _embedded(
     # A text is at least this long in characters if any of its tokens is cut.
     longest = model.renderer.max_characters if cuts else None
     await run.add(field, [text[:longest] for text in texts])
-    for place, count in enumerate(run.lengths):
+    for index, count in enumerate(run.lengths):
         if count > limit:
-            raise context_exceeded(limit, f"text {place} of {field} has {count}", field)
+            raise context_exceeded(limit, f"text {index} of {field} has {count}", field)
     await unless_disconnected(request, run.finish())
     return run

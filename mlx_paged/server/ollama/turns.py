@@ -206,10 +206,10 @@ def _answered(message: OllamaMessage, waiting: list[tuple[str, str]], new_id: st
     """Removes the call that a result answers from `waiting`, and returns its id.
 
     That is the call that the result names, or else the first call of its tool."""
-    for place, (call_id, name) in enumerate(waiting):
+    for index, (call_id, name) in enumerate(waiting):
         names_it = message.tool_call_id == call_id
         if names_it or (message.tool_call_id is None and message.tool_name in (None, name)):
-            del waiting[place]
+            del waiting[index]
             return call_id
     return message.tool_call_id or new_id
 

@@ -123,13 +123,13 @@ class BackgroundRun:
         """Drops all its events; returns their bytes."""
         return self.drop(len(self._events))
 
-    def check_has(self, place: int) -> None:
+    def check_has(self, sequence_number: int) -> None:
         """Refuses a stream from a sequence number whose event has been dropped.
 
         Raises:
             ApiError: 400.
         """
-        if place < self._first:
+        if sequence_number < self._first:
             raise ApiError(
                 400,
                 f"the events before {self._first} of {self.id} are not kept any more "
@@ -138,15 +138,15 @@ class BackgroundRun:
                 code="events_not_kept",
             )
 
-    async def follow(self, place: int) -> AsyncGenerator[bytes]:
+    async def follow(self, sequence_number: int) -> AsyncGenerator[bytes]:
         """Yields its events from a sequence number on, including future ones."""
         self.num_readers += 1
         try:
             while True:
-                while place < self._first + len(self._events):
-                    self.check_has(place)
-                    event = self._events[place - self._first]
-                    place += 1
+                while sequence_number < self._first + len(self._events):
+                    self.check_has(sequence_number)
+                    event = self._events[sequence_number - self._first]
+                    sequence_number += 1
                     yield event
                 if self.has_ended:
                     return
@@ -154,7 +154,7 @@ class BackgroundRun:
                 self._waiting.add(changed)
                 await changed
         except ApiError as error:  # The reader was too slow.
-            yield _error(error, place)
+            yield _error(error, sequence_number)
         finally:
             self.num_readers -= 1
 
@@ -276,10 +276,10 @@ def _shutting_down() -> ApiError:
     return unavailable("the server is shutting down", "shutting_down")
 
 
-def _error(error: ApiError, place: int) -> bytes:
+def _error(error: ApiError, sequence_number: int) -> bytes:
     """An error of one reader's stream."""
     event = {
         "type": "error", "code": error.code, "message": error.message, "param": error.param,
-        "sequence_number": place,
+        "sequence_number": sequence_number,
     }  # fmt: skip
     return b"event: error\ndata: " + to_json(event) + b"\n\n"

@@ -161,7 +161,7 @@ async def retrieve(request: Request) -> HttpResponse:
     """A stored response, or one in the background; of that, also its events."""
     query = _check_query(request, "include", "stream", "starting_after", "include_obfuscation")
     response_id = _id_of(request)
-    place = _place(query)
+    first = _first_event(query)
     context = context_of(request)
     running = context.background.running(response_id)
     found: Mapping[str, Any] | None = _store_of(request).get(response_id)
@@ -169,7 +169,7 @@ async def retrieve(request: Request) -> HttpResponse:
         found = running.adapter.now()
     if found is None:
         raise _unknown(response_id)
-    if place is None:
+    if first is None:
         return await json_response(found)
     run = context.background.find(response_id)
     if run is None:
@@ -177,11 +177,11 @@ async def retrieve(request: Request) -> HttpResponse:
         if not found["background"]:
             reason = "it was no response in the background"
         raise bad_request("stream", f"stream must be false for {response_id}: {reason}")
-    run.check_has(place)
-    return EventStream(run.follow(place), request_log_of(request), context.config)
+    run.check_has(first)
+    return EventStream(run.follow(first), request_log_of(request), context.config)
 
 
-def _place(query: Mapping[str, str]) -> int | None:
+def _first_event(query: Mapping[str, str]) -> int | None:
     """Returns the sequence number from which a query wants events; None if it wants none.
 
     Raises:
@@ -274,10 +274,10 @@ async def input_items(request: Request) -> HttpResponse:
         items.reverse()
     begin = 0
     if "after" in query:
-        places = [i for i, item in enumerate(items) if item["id"] == query["after"]]
-        if not places:
+        found = [i for i, item in enumerate(items) if item["id"] == query["after"]]
+        if not found:
             raise bad_request("after", f"after must be the id of an item of {response_id}")
-        begin = places[0] + 1
+        begin = found[0] + 1
     page = items[begin : begin + int(limit)]
     answer: answers.ItemList = {
         "object": "list",
@@ -384,15 +384,15 @@ def _input_of(
     return new_input, before
 
 
-def _dereferenced(item: Item, place: int, stores: Sequence[ResponseStore | LatestResponse]) -> Item:
+def _dereferenced(item: Item, index: int, stores: Sequence[ResponseStore | LatestResponse]) -> Item:
     """Returns an item, or the one that it refers to."""
     if item["type"] != "item_reference":
         return item
     found = next((found for store in stores if (found := store.item(item["id"]))), None)
     if found is None:
         raise bad_request(
-            f"input[{place}].id",
-            f"input[{place}].id {shorten(item['id'], 64)!r} is not an item of a stored response",
+            f"input[{index}].id",
+            f"input[{index}].id {shorten(item['id'], 64)!r} is not an item of a stored response",
             "item_not_found",
         )
     return found
@@ -454,12 +454,12 @@ async def _prepare(
         return prepared if len(kept) == len(prepared.prompt) else None
 
     renderer = model.renderer
-    most = num_turns(turn.conversation.messages)
-    fits = await without(0) if most else None
-    if fits is not None or most < 2:
+    num_all = num_turns(turn.conversation.messages)
+    fits = await without(0) if num_all else None
+    if fits is not None or num_all < 2:
         return fits or await prepare(request, model, turn, params)
     # The minimum to drop: `low` turns are not enough, `high` are.
-    low, high = 0, most - 1
+    low, high = 0, num_all - 1
     fits = await without(high)
     if fits is None:
         return await prepare(request, model, turn, params)  # Too long, as the engine will say.

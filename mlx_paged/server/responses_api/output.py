@@ -175,28 +175,28 @@ class _Reasoning(_Item):
         if summarises:
             self._part = "response.reasoning_summary_part"
             self._text = "response.reasoning_summary_text"
-            self._place = {"summary_index": 0}
+            self._index = {"summary_index": 0}
             self._kind = "summary_text"
         else:
             self._part = "response.content_part"
             self._text = "response.reasoning_text"
-            self._place = {"content_index": 0}
+            self._index = {"content_index": 0}
             self._kind = "reasoning_text"
 
     def begin(self) -> Iterator[Told]:
         yield self.added({"id": self.id, "type": "reasoning", "summary": []})
         part = {"type": self._kind, "text": ""}
-        yield self.about(f"{self._part}.added", **self._place, part=part)
+        yield self.about(f"{self._part}.added", **self._index, part=part)
 
     def more(self, text: str) -> Iterator[Told]:
         self.pieces.append(text)
-        yield self.about(f"{self._text}.delta", **self._place, delta=text)
+        yield self.about(f"{self._text}.delta", **self._index, delta=text)
 
     def end(self, status: ItemStatus) -> Iterator[Told]:
         text = "".join(self.pieces)
-        yield self.about(f"{self._text}.done", **self._place, text=text)
+        yield self.about(f"{self._text}.done", **self._index, text=text)
         part = {"type": self._kind, "text": text}
-        yield self.about(f"{self._part}.done", **self._place, part=part)
+        yield self.about(f"{self._part}.done", **self._index, part=part)
         yield self.ended(self.done(status))
 
     def done(self, status: ItemStatus) -> ReasoningItem:

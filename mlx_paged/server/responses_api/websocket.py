@@ -146,12 +146,12 @@ class _Session:
         Raises:
             ApiError: 429 or 503, too many messages or bytes would wait.
         """
-        most = self._context.models.max_body_size
-        is_full = self._inbox.qsize() >= MAX_WAITING or self._num_waiting + num_more > most
+        limit = self._context.models.max_body_size
+        is_full = self._inbox.qsize() >= MAX_WAITING or self._num_waiting + num_more > limit
         if num_more > 0 and is_full and self._num_waiting:
             raise ApiError(
                 429,
-                f"at most {MAX_WAITING} messages of {most} bytes together may wait for the "
+                f"at most {MAX_WAITING} messages of {limit} bytes together may wait for the "
                 "response before them",
                 code="too_many_messages",
             )

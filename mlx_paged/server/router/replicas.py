@@ -32,8 +32,8 @@ _FIRST_DELAY, _MAX_DELAY, _STABLE = 1.0, 60.0, 60.0
 _QUERY_TIMEOUT = 10.0
 
 
-class _Place:
-    """The place of one replica, which its processes fill one after another.
+class _Slot:
+    """One replica and the processes that run it, one after another.
 
     Attributes:
         process: The latest process; None before the first.
@@ -69,14 +69,14 @@ class ReplicaSet:
         self._start = start
         self._placement = Placement()
         self._metrics = ReplicaMetrics()
-        self._places = [_Place(number) for number in range(spec.num_replicas)]
+        self._slots = [_Slot(number) for number in range(spec.num_replicas)]
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._keeping = [asyncio.create_task(self._keep(place)) for place in self._places]
+        self._keeping = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
 
     @property
     def replicas(self) -> Sequence[Replica]:
         """See `ServingProcess`."""
-        return [place.replica for place in self._places if place.replica is not None]
+        return [slot.replica for slot in self._slots if slot.replica is not None]
 
     async def choose(self, request: RoutedRequest) -> Replica:
         """See `ServingProcess`."""
@@ -84,8 +84,8 @@ class ReplicaSet:
         owner = await self._owner(request.previous_response_id)
         replicas = self.replicas
         if not replicas:
-            failures = {place.failure for place in self._places if place.failure}
-            starts = [p.next_start for p in self._places if p.next_start is not None]
+            failures = {slot.failure for slot in self._slots if slot.failure}
+            starts = [p.next_start for p in self._slots if p.next_start is not None]
             wait = max(0.0, min(starts, default=0.0) - time.monotonic())
             raise unavailable(
                 f"no replica of the model {self._spec.name!r} runs now ({'; '.join(failures)})",
@@ -121,22 +121,22 @@ class ReplicaSet:
             "mlx_paged:replica_placements", "Requests, by the rule that chose their replica.",
             labels=["reason"],
         )  # fmt: skip
-        for place in self._places:
-            labels, replica = [str(place.number)], place.replica
+        for slot in self._slots:
+            labels, replica = [str(slot.number)], slot.replica
             up.add_metric(labels, replica is not None)
             load.add_metric(labels, 0 if replica is None else replica.num_requests)
-            restarts.add_metric(labels, place.num_restarts)
+            restarts.add_metric(labels, slot.num_restarts)
         for reason in Reason:
             placed.add_metric([reason.value], self._placement.counts[reason])
         return up, load, restarts, placed
 
     async def loaded(self) -> LoadedModel:
         """See `ServingProcess`."""
-        waiting = [place.loaded for place in self._places]
+        waiting = [slot.loaded for slot in self._slots]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
-        for place in self._places:
-            if place.loaded.done() and place.loaded.exception() is not None:
-                raise ProcessFailedError(f"replica {place.number}: {place.failure}")
+        for slot in self._slots:
+            if slot.loaded.done() and slot.loaded.exception() is not None:
+                raise ProcessFailedError(f"replica {slot.number}: {slot.failure}")
         reports = [loaded.result() for loaded in waiting]
         sizes = [report.memory for report in reports]
         memory = max(sizes) if self._spec.has_own_devices else sum(sizes)
@@ -151,59 +151,59 @@ class ReplicaSet:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
-        running = [place.process for place in self._places if place.process is not None]
+        running = [slot.process for slot in self._slots if slot.process is not None]
         await asyncio.gather(*(process.stop(drain_timeout) for process in running))
         if not self._ended.done():
             self._ended.set_result("it was stopped")
 
     def kill(self) -> None:
         """See `ServingProcess`."""
-        for place in self._places:
-            if place.process is not None:
-                place.process.kill()
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.kill()
 
-    async def _keep(self, place: _Place) -> None:
+    async def _keep(self, slot: _Slot) -> None:
         """Runs a replica, and restarts it whenever it ends."""
         delay = _FIRST_DELAY
         while True:
             began = time.monotonic()
-            await self._run(place)
-            if not place.loaded.done():
-                place.loaded.set_exception(ProcessFailedError(place.failure))
-            if place.loaded.exception() is not None:
+            await self._run(slot)
+            if not slot.loaded.done():
+                slot.loaded.set_exception(ProcessFailedError(slot.failure))
+            if slot.loaded.exception() is not None:
                 return  # A model that never loaded would not load the next time either.
             if time.monotonic() - began >= _STABLE:
                 delay = _FIRST_DELAY
             logger.error(
                 "replica %d of the model %s failed: %s; it restarts in %g s",
-                place.number, self._spec.name, place.failure, delay,
+                slot.number, self._spec.name, slot.failure, delay,
             )  # fmt: skip
-            place.next_start = time.monotonic() + delay
+            slot.next_start = time.monotonic() + delay
             await asyncio.sleep(delay)
-            place.next_start = None
-            place.num_restarts += 1
+            slot.next_start = None
+            slot.num_restarts += 1
             delay = min(2 * delay, _MAX_DELAY)
 
-    async def _run(self, place: _Place) -> None:
+    async def _run(self, slot: _Slot) -> None:
         """Runs one process of a replica until it has ended."""
         try:
-            process = place.process = await self._start(place.number)
+            process = slot.process = await self._start(slot.number)
             report = await process.loaded()
         except (ProcessFailedError, OSError) as failure:
-            place.failure = f"it could not be loaded: {failure}"
+            slot.failure = f"it could not be loaded: {failure}"
         else:
             [running] = process.replicas
-            place.replica = running
-            running.number = place.number
-            if not place.loaded.done():
-                place.loaded.set_result(report)
+            slot.replica = running
+            running.number = slot.number
+            if not slot.loaded.done():
+                slot.loaded.set_result(report)
             else:
-                logger.info("replica %d of the model %s is back", place.number, self._spec.name)
-            place.failure = f"its process has ended ({await process.ended()})"
-            place.replica = None
+                logger.info("replica %d of the model %s is back", slot.number, self._spec.name)
+            slot.failure = f"its process has ended ({await process.ended()})"
+            slot.replica = None
             self._metrics.end(running)
-        if place.process is not None:
-            await place.process.stop(0.0)  # Removes the socket of a dead process.
+        if slot.process is not None:
+            await slot.process.stop(0.0)  # Removes the socket of a dead process.
 
 
 async def _has(replica: Replica, response_id: str) -> bool:

@@ -151,8 +151,8 @@ class Placement:
     ) -> tuple[Replica, Reason]:
         if owner is not None:
             return owner, Reason.STORED
-        least = min(replica.num_requests for replica in replicas)
-        bound = OVERLOAD_FACTOR * least + OVERLOAD_REQUESTS
+        fewest = min(replica.num_requests for replica in replicas)
+        bound = OVERLOAD_FACTOR * fewest + OVERLOAD_REQUESTS
         free = [replica for replica in replicas if replica.num_requests <= bound]
         number = None if request.session is None else self._sessions.get(request.session)
         for replica in free:
