@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from mlx_paged.engine.lora.files import Adapter, read_adapter
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.lora.store import AdapterStore
 from mlx_paged.engine.media import StepMediaBuilder
-from mlx_paged.engine.offload.identity import identity_of
+from mlx_paged.engine.offload.build import build_offloading
 from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pooling.params import check_dimensions_fit, prompts_of
@@ -29,40 +29,25 @@ from mlx_paged.engine.pooling.runner import Classifier, PoolingRunner
 from mlx_paged.engine.pressure import MemoryPressure
 from mlx_paged.engine.ranks.lead import LeadPoolingRunner, LeadRunner, Ranks
 from mlx_paged.engine.relief import Relief
-from mlx_paged.engine.roles.ends import ends_of
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
-from mlx_paged.engine.speculation import costs
-from mlx_paged.engine.speculation.assistant_drafter import AssistantDrafter
-from mlx_paged.engine.speculation.config import SpeculativeConfig
-from mlx_paged.engine.speculation.draft_model import (
-    make_assistant,
-    make_dflash,
-    make_eagle3,
-    make_model_drafter,
-    make_mtp,
+from mlx_paged.engine.speculation.build import (
+    build_assistant,
+    build_draft_model,
+    build_speculator,
 )
-from mlx_paged.engine.speculation.drafter import Drafter
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
-from mlx_paged.engine.speculation.learned_costs import LearnedCosts
-from mlx_paged.engine.speculation.lookup import LookupDrafter
-from mlx_paged.engine.speculation.model_drafter import ModelDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns
-from mlx_paged.errors import InvalidParameterError, ModelLoadError, UnsupportedModelError
+from mlx_paged.errors import InvalidParameterError, UnsupportedModelError
 from mlx_paged.model import option_costs
-from mlx_paged.model.block_bytes import NoAccessError, SharedBlockBytes
 from mlx_paged.model.directory import model_directory
-from mlx_paged.model.draft_heads.mtp import has_mtp
 from mlx_paged.model.loader import LoadedModel
 from mlx_paged.model.lora import RANK_STEP
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import prepare_kernels
-from mlx_paged.model.staged_blocks import StagedBlockBytes
 from mlx_paged.model.wrap import build_paged_model
-from mlx_paged.offload.folder import OffloadFolder
-from mlx_paged.offload.store import BlockStore
 from mlx_paged.parsing.reasoning import ReasoningFormat, format_of
 from mlx_paged.platform import Platform
 
@@ -171,10 +156,17 @@ def build_engine(
     adapters, default_adapter = _adapters(paged, config)
     # A tokenizer may have more tokens than its model, so masks use the compiler's size.
     masks = SequenceMasks(0 if compiler is None else compiler.num_words)
-    assistant = _assistant(model, paged, config, masks, max_model_len)
+    assistant = build_assistant(model, paged, config, masks, max_model_len)
     draft_model = None
     if assistant is None:
-        draft_model = _model_drafter(model, paged, config, masks, max_model_len)
+        draft_model = build_draft_model(
+            model,
+            paged,
+            config,
+            masks,
+            max_model_len,
+            make_paged=lambda draft, own: _paged_model(draft, own, paged.platform),
+        )
     companion_bytes = 0 if draft_model is None else draft_model.bytes_per_token
     kv_config = KVCacheConfig(paged.layout, config, max_model_len, companion_bytes)
     runner = _runner(paged, config, kv_config, model, masks, ranks)
@@ -202,7 +194,7 @@ def build_engine(
     if assistant is not None:
         assistant.windows = runner.windows
         assistant.measure()
-    speculator = _speculator(
+    speculator = build_speculator(
         runner, config, max_model_len, draft_model, model.vocab_size, assistant
     )
     classifier = _classifier(paged, model, config)
@@ -230,7 +222,7 @@ def build_engine(
     # A draft model can recompute missing blocks; a head cannot. With several heads, only the first
     # one's blocks are kept: the others draft worse until the window of their layers has passed.
     head = draft_model.runner.model if isinstance(draft_model, HeadDrafter) else None
-    offloading = _offloading(paged, model, config, kv_config, max_model_len, head)
+    offloading = build_offloading(paged, model, config, kv_config, max_model_len, head)
 
     new_kv = partial(_new_kv, config, kv_config, sizes, offloading)
     step_blocks = -(-config.step_tokens // config.block_size)
@@ -413,198 +405,6 @@ def _classifier(paged: PagedModel, model: LoadedModel, config: EngineConfig) -> 
         return Classifier.of(paged, ids)
     except ValueError as error:
         raise UnsupportedModelError(model.model_type, str(error)) from error
-
-
-def _assistant(
-    target: LoadedModel,
-    paged: PagedModel,
-    config: EngineConfig,
-    masks: SequenceMasks,
-    max_model_len: int | None,
-) -> AssistantDrafter | None:
-    """Creates the drafter if it is an assistant; None for others.
-
-    Raises:
-        InvalidParameterError: It does not fit the model.
-    """
-    options = config.speculative_config
-    if not isinstance(options, SpeculativeConfig) or config.runner != "generate":
-        return None
-    return make_assistant(options, target, paged, masks, max_model_len=max_model_len)
-
-
-def _model_drafter(
-    target: LoadedModel,
-    paged: PagedModel,
-    config: EngineConfig,
-    masks: SequenceMasks,
-    max_model_len: int | None,
-) -> ModelDrafter | HeadDrafter | None:
-    """Creates the drafter if it is a model or a head; None for others.
-
-    Raises:
-        InvalidParameterError: It does not fit the model.
-    """
-    options = config.speculative_config
-    if not isinstance(options, SpeculativeConfig) or config.runner != "generate":
-        return None
-    if options.method == "eagle3":
-        return make_eagle3(options, target, paged, masks, max_model_len=max_model_len)
-    if options.method == "dflash":
-        return make_dflash(options, target, paged, masks, max_model_len=max_model_len)
-    if options.method == "auto":
-        if config.pipeline_parallel_size > 1:
-            return None  # A head reads hidden states of layers that rank 0 does not hold.
-        return _own_head(options, target, paged, masks, max_model_len)
-    if options.method == "mtp":
-        return make_mtp(options, target, paged, masks, max_model_len=max_model_len)
-    if options.method != "draft_model":
-        return None
-    # The skipped layers are numbered as in the target.
-    own = replace(config, kv_cache_dtype_skip_layers=())
-    return make_model_drafter(
-        options,
-        target,
-        masks,
-        make_paged=lambda draft: _paged_model(draft, own, paged.platform),
-        max_model_len=max_model_len,
-        max_rows=config.step_tokens,
-    )
-
-
-def _own_head(
-    options: SpeculativeConfig,
-    target: LoadedModel,
-    paged: PagedModel,
-    masks: SequenceMasks,
-    max_model_len: int | None,
-) -> HeadDrafter | None:
-    """Creates the drafter of the checkpoint's own head; None if it has no supported one."""
-    path = model_directory(target.name)
-    if path is None or not has_mtp(path, target.config):
-        return None
-    try:
-        return make_mtp(options, target, paged, masks, max_model_len=max_model_len)
-    except (InvalidParameterError, ModelLoadError, UnsupportedModelError) as error:
-        logger.warning("the head of %s is not used: %s", target.name, error)
-        return None
-
-
-def _speculator(
-    runner: ModelRunner,
-    config: EngineConfig,
-    max_model_len: int | None,
-    draft_model: ModelDrafter | HeadDrafter | None,
-    vocab_size: int,
-    assistant: AssistantDrafter | None,
-) -> Speculator | None:
-    """Creates the speculator and measures steps for it; None without speculation."""
-    options = config.speculative_config
-    if options is None or config.runner != "generate":
-        return None
-    assert isinstance(options, SpeculativeConfig)
-    drafter: Drafter = draft_model or assistant or LookupDrafter(options)
-    lookup = None
-    if options.looks_up_all and draft_model is not None:
-        lookup = LookupDrafter(options)
-    make = partial(
-        Speculator,
-        options,
-        drafter,
-        lookup=lookup,
-        max_rows=runner.model.platform.max_exact_rows,
-        # Other ranks get the drafts with the rest of a step.
-        reads_drafts=runner.share_tokens is not None,
-    )
-    if not options.adaptive:
-        return make(None)
-
-    def measure(
-        runner: ModelRunner, longest: int | None, num_tokens: int
-    ) -> costs.StepCosts | None:
-        return costs.measure(
-            runner,
-            max_num_seqs=min(config.max_num_seqs, config.step_tokens),
-            max_context_len=longest,
-            num_tokens=num_tokens,
-        )
-
-    step_costs: costs.Costs | None
-    if draft_model is not None:
-        num_tokens = min(draft_model.num_tokens, vocab_size)
-        draft_model.rounds = measure(draft_model.runner, draft_model.max_model_len, num_tokens)
-        step_costs = measure(runner, max_model_len, num_tokens)
-    else:
-        step_costs = LearnedCosts(measure(runner, max_model_len, vocab_size))
-    return make(step_costs)
-
-
-def _offloading(
-    paged: PagedModel,
-    model: LoadedModel,
-    config: EngineConfig,
-    kv_config: KVCacheConfig,
-    max_model_len: int | None,
-    head: PagedModel | None,
-) -> Offloading | None:
-    """Creates the offloading of blocks; None if they are dropped.
-
-    Raises:
-        InvalidParameterError: Blocks of this model cannot be restored on this device, or the folder
-            or the role's address is unusable.
-    """
-    folder = config.kv_offload_dir
-    if not (config.kv_offloading_size or folder or config.role) or not config.enable_prefix_caching:
-        return None
-    if config.role is not None and config.runner != "generate":
-        expected = f"None for the runner {config.runner!r}, which generates nothing"
-        raise InvalidParameterError("role", expected, config.role)
-    others = [spec for spec in paged.layout.group_specs if spec not in kv_config.windows]
-    groups = [others, *([window] for window in kv_config.windows)]
-    has_own_memory = paged.platform.has_cuda
-    try:
-        blocks = (StagedBlockBytes if has_own_memory else SharedBlockBytes)(paged, groups, head)
-    except NoAccessError as error:
-        names = ("kv_offloading_size", "kv_offload_dir", "role")
-        name = next(name for name in names if getattr(config, name))
-        expected = f"None ({error})"
-        raise InvalidParameterError(name, expected, getattr(config, name)) from error
-    capacity, block_size = config.kv_offloading_bytes, config.block_size
-    if folder is None and config.role is None:
-        return Offloading(blocks, capacity, block_size)
-    identity, about = identity_of(paged, model, config, max_model_len, head)
-    receiver, server = ends_of(config)
-    store = None if folder is None else _store(folder, config, identity, about, blocks.num_bytes)
-    return Offloading(
-        blocks,
-        capacity,
-        block_size,
-        store,
-        identity,
-        receiver=receiver,
-        min_prefill_tokens=config.prefill_min_tokens,
-        server=server,
-    )
-
-
-def _store(
-    folder: str | Path,
-    config: EngineConfig,
-    identity: bytes,
-    about: Mapping[str, Any],
-    block_bytes: list[int],
-) -> BlockStore:
-    """Opens the store of blocks on disk.
-
-    Raises:
-        InvalidParameterError: The folder is unusable.
-    """
-    try:
-        shared = OffloadFolder(Path(folder).expanduser(), config.kv_offload_bytes)
-        return BlockStore(shared, identity, about, block_bytes)
-    except OSError as error:
-        expected = f"a writable folder ({error.strerror or error})"
-        raise InvalidParameterError("kv_offload_dir", expected, str(folder)) from error
 
 
 # --- Media ----------------------------------------------------------------------------------------

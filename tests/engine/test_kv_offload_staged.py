@@ -23,7 +23,7 @@ from support.offloading import (
 
 from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.core.kv import write_policy
-from mlx_paged.engine import build
+from mlx_paged.engine.offload import build
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.staged_blocks import StagedBlockBytes
 

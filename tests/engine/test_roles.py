@@ -38,9 +38,9 @@ from test_kv_offloading import mla
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams
 from mlx_paged.core import MissReason
-from mlx_paged.engine import build
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.offload import build
 from mlx_paged.engine.offload.offloading import Offloading
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.engine.roles.decode import RemoteLevel
