@@ -273,7 +273,7 @@ class Engine:
 
     def on_idle(self) -> None:
         """Does the work of an idle engine: follows memory pressure, and copies some blocks to host
-        memory and for the disk.
+        memory and to the disk writer.
 
         Raises:
             EngineDeadError: Another rank has ended.
@@ -413,11 +413,12 @@ class Engine:
     # Steps.
 
     def step(self) -> list[SequenceUpdate]:
-        """Runs one step; returns what the sequences gained.
+        """Runs one step; returns the new output of its sequences.
 
         With async scheduling, the next step is planned and launched before the tokens of the one in
         flight are read, so the device does not wait for the host. Drafts continue a known token, so
-        while speculation pays, the step in flight is read first (but not a model's drafts).
+        while speculation pays off, the step in flight is read first. Drafts of a model stay on the
+        device.
 
         A fault of the model or the device ends only the affected sequences; see
         `InProcessExecutor`. For other exceptions, see `recover`.
@@ -462,8 +463,8 @@ class Engine:
     def _reads_first(self) -> bool:
         """True if the next step may have drafts, or the one in flight has.
 
-        Sequences with drafts in flight would miss a step planned before theirs ends, and from then
-        on run out of phase with the others.
+        Sequences with drafts in flight would miss a step that is planned before theirs ends, and
+        would alternate with the others from then on.
         """
         if self._speculator is None or self._in_flight is None:
             return False

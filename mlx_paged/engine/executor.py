@@ -141,8 +141,8 @@ class InProcessExecutor:
             step.launched = self._runner.launch(batch, previous)
             step.returned_at = self._clock()
         except Exception as error:
-            if not isinstance(error, RejectedItem):  # which is not a fault of the device
-                self._note(error, batch.num_tokens)
+            if not isinstance(error, RejectedItem):  # not a fault of the device
+                self._record_fault(error, batch.num_tokens)
 
     def read(self) -> StepResult:
         """See `Executor`."""
@@ -173,7 +173,7 @@ class InProcessExecutor:
         self._runner.reset()
 
     def check(self) -> None:
-        """See `Executor`. A fault of this device ends no more than its sequences."""
+        """See `Executor`. A fault of this device ends only the sequences it affects."""
 
     def _choose(self, step: PendingStep) -> None:
         """Samples the tokens of a step, if that has waited for masks from the host."""
@@ -232,7 +232,7 @@ class InProcessExecutor:
         """Drops the oldest step, which failed, and those that use its tokens. They run again when
         they are read."""
         assert step.launched is not None
-        self._note(error, step.batch.num_tokens)
+        self._record_fault(error, step.batch.num_tokens)
         self._runner.abandon(step.launched)
         for pending in self._pending:
             pending.launched = None
@@ -269,7 +269,7 @@ class InProcessExecutor:
                 parts = [_without(each, rejected) for each in (*parts, part)]
                 continue
             except Exception as error:
-                self._note(error, num_rows)
+                self._record_fault(error, num_rows)
                 if not is_state_spent(batch, first):
                     if len(part) > 1 or (len(two) > 1 and is_out_of_memory(error)):
                         parts += reversed(two)
@@ -293,7 +293,7 @@ class InProcessExecutor:
 
     # Limits.
 
-    def _note(self, error: Exception, num_rows: int) -> None:
+    def _record_fault(self, error: Exception, num_rows: int) -> None:
         self.num_faults += 1
         self._num_good_steps = 0
         logger.warning("a step of %d rows failed: %s", num_rows, reason_of(error))

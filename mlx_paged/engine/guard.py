@@ -33,7 +33,8 @@ def check_process() -> None:
     Raises:
         ForkedProcessError: This is such a child.
     """
-    if _user is not None and _user != os.getpid():
+    if is_forked():
+        assert _user is not None
         raise ForkedProcessError(_user)
     protect_thread()
 

@@ -31,7 +31,7 @@ class KnownTokens:
 
     Attributes:
         tokens: ``[num_sampled]`` int32.
-        reported: The same.
+        reported: The same array; see `runner.Chosen`.
     """
 
     tokens: mx.array
@@ -40,7 +40,7 @@ class KnownTokens:
 
 @dataclass(frozen=True)
 class DraftsInFlight:
-    """Drafts that the device is still making, as inputs of the step that verifies them.
+    """Drafts that the device is still computing, as inputs of the step that verifies them.
 
     Attributes:
         tokens: ``[num_drafts]`` int32, all of them tokens of the model.
@@ -71,29 +71,29 @@ class DraftsInFlight:
 
 def input_tokens(
     batch: StepBatch,
-    begins: np.ndarray,
+    query_starts: np.ndarray,
     previous: StepTokens | None,
-    num_more: int = 0,
+    num_padding: int = 0,
     *,
     stays: bool = False,
 ) -> mx.array:
     """Returns the input tokens ``[num_rows]`` int32. Tokens in flight stay on the device.
 
     Args:
-        begins: First row of each sequence.
-        num_more: Padding rows at the end.
+        query_starts: First row of each sequence.
+        num_padding: Padding rows at the end.
         stays: See `ops.upload`; used if all tokens are known.
     """
     num_known, num_seqs = batch.input_from.count(-1), len(batch.seq_ids)
     if (
         previous is not None
-        and previous.tokens.size == num_seqs + num_more
+        and previous.tokens.size == num_seqs + num_padding
         and batch.input_from.tolist() == list(range(num_seqs))
     ):
         return previous.tokens  # the same sequences in the same order, and any padding
     known = np.frombuffer(batch.token_ids, dtype=np.uint32).astype(np.int32)
-    if num_more:
-        known = np.concatenate([known, np.zeros(num_more, dtype=np.int32)])
+    if num_padding:
+        known = np.concatenate([known, np.zeros(num_padding, dtype=np.int32)])
     drafts: DraftsInFlight | None = batch.drafts_in_flight
     if drafts is not None:
         assert num_known == num_seqs, "drafts follow a token that is in flight"
@@ -105,11 +105,11 @@ def input_tokens(
     assert previous is not None, "a sequence awaits a token but no step is in flight"
     input_from = np.frombuffer(batch.input_from, dtype=np.int32)
     if num_known == 0:
-        padded = np.concatenate([input_from, np.zeros(num_more, dtype=np.int32)])
+        padded = np.concatenate([input_from, np.zeros(num_padding, dtype=np.int32)])
         return ops.take_rows(previous.tokens, ops.upload(padded)[0])
     source = np.full(len(known), -1, dtype=np.int32)
     is_awaited = input_from >= 0
-    source[begins[is_awaited]] = input_from[is_awaited]
+    source[query_starts[is_awaited]] = input_from[is_awaited]
     return _merged(source, known, previous.tokens)
 
 

@@ -56,10 +56,10 @@ class CheckedRequest:
         prompt_token_ids: For the output.
         tokens: The same as an array of `core.kv.tree.TOKEN_TYPE`, for the scheduler.
         prompt: The text of the tokens, for the output.
-        sampling: Of a request that generates; None: it pools.
+        sampling: Sampling settings; None if the request pools.
         media: The media of the prompt.
-        adapter: The adapter of all its tokens; None for the model alone.
-        sink: Takes the request's updates as they are made, on the engine's thread.
+        adapter: The LoRA adapter; None for the base model.
+        sink: Receives the request's updates as they are made, on the engine's thread.
     """
 
     request_id: str
@@ -86,22 +86,22 @@ class EncodedPrompt(NamedTuple):
 
 
 class Intake:
-    """Takes the requests of one engine's clients. Any thread may call it.
+    """Checks and prepares the requests of an engine's clients. Any thread may call it.
 
     Args:
         config: The engine's options, resolved for the model.
         tokenizer: mlx-lm's wrapper.
         vocab_size: Token ids are below this.
-        reasoning_format: The model's reasoning format; None: it has none.
-        media: The processor of the model's media; None: it takes text only.
-        media_reason: Why it takes text only, if the checkpoint is multimodal.
+        reasoning_format: The model's reasoning format; None if it has none.
+        media: The model's media processor; None if it takes only text.
+        media_reason: Why it takes only text, if the checkpoint is multimodal.
         compiler: Compiles grammars; None if the engine pools.
-        classifier: Of a model that classifies texts or scores pairs of them.
+        classifier: Classifies texts or scores pairs of them; None for other models.
         hidden_size: Size of an embedding; None if the engine generates.
         max_request_len: Maximum tokens of a prompt to be pooled.
-        max_model_len: The same by the model alone.
-        report: Adds the texts of the tokens to log-probabilities.
-        adapters: Reads adapters; None if the engine takes none.
+        max_model_len: Maximum tokens that the model allows, whatever the pool holds.
+        report: Adds token texts to log-probabilities.
+        adapters: Reads adapters; None if the engine accepts none.
         default_adapter: The adapter of requests that name none.
     """
 
@@ -198,8 +198,7 @@ class Intake:
             compiler = self.grammar_compiler
             grammar = await compiler.compile_async(params.structured_outputs)
             return await in_thread(partial(check, grammar=grammar))
-        # Tokenizing bad words or a prediction can take longer than a step, and so do an adapter's
-        # files.
+        # Tokenizing bad words or a prediction, or reading an adapter, can take longer than a step.
         is_slow = params.bad_words or params.prediction or request.lora_request is not None
         return await in_thread(check) if is_slow else check()
 
@@ -262,7 +261,7 @@ class Intake:
         lora_request: LoRARequest | None = None,
         sink: UpdateSink | None = None,
     ) -> CheckedRequest:
-        """Checks a request, and copies its tokens. Any thread may call it; it may take long.
+        """Checks a request, and copies its tokens. Any thread may call it; it may take a while.
 
         Args:
             request_id: Unique among unfinished requests.
@@ -354,7 +353,7 @@ class Intake:
     ) -> RequestSampling:
         """Resolves parameters for this model.
 
-        It waits until the grammar of `structured_outputs` is compiled, unless it is given.
+        Compiles the grammar of `structured_outputs`, unless `grammar` is given.
 
         Raises:
             InvalidParameterError: A token in `params` that the model does not have, a grammar that
@@ -382,9 +381,9 @@ class Intake:
     def _known_token_ids(
         self, prompt_token_ids: SequenceOf[int], media: PreparedMedia
     ) -> list[int]:
-        """Validates a prompt's media; returns its token IDs, all within the vocabulary.
+        """Validates a prompt's media; returns its token ids, all within the vocabulary.
 
-        The ID of a placeholder may be beyond it, where there is no logit.
+        The id of a placeholder may lie beyond the vocabulary, where there is no logit.
         """
         model = self.media_prompts.processor
         if model is None:
@@ -489,7 +488,7 @@ class Intake:
             detokenizer = self._detokenizer(params)
             text: IncrementalDetokenizer | DeferredText = detokenizer
             if not params.stop_strings:
-                # The engine does not need its text: it is decoded when it is read.
+                # The engine does not need the text, so it is decoded when it is read.
                 tokens, start = sequence.tokens, request.num_prompt_tokens
                 text = DeferredText(request.request_id, detokenizer, tokens, start)
             grammar = sampler if sampler.has_grammar else None

@@ -14,8 +14,8 @@ from mlx_paged.model.layout import CacheLayout, KVCacheGroupSpec
 _TYPICAL_CONTEXT_LEN = 4096
 _TYPICAL_WINDOWS = 4
 _MIN_SNAPSHOTS = 4
-# Maximum blocks of full attention, and the same if no layer sees everything. Those cost no pool
-# memory, but every cached prefix has nodes in the prefix tree.
+# Maximum blocks of full attention, with and without layers of full attention. Without layers, they
+# cost no pool memory, but every cached prefix has nodes in the prefix tree.
 _MAX_BLOCKS = 1 << 20
 _MAX_BLOCKS_WITHOUT_LAYERS = 1 << 14
 
@@ -32,7 +32,7 @@ class PoolSizes:
 class KVCacheConfig:
     """The groups of a model's layers.
 
-    Layers that see everything are the *full group*. Layers with one shorter span are a *window
+    Layers with full attention are the *full group*. Layers with the same shorter span are a *window
     group* with their own tables, unless the window is as long as any sequence. Recurrent layers
     have state slots. The pools are sized for sequences of `typical_context_len` tokens: each
     group can hold equally many such sequences.

@@ -107,16 +107,16 @@ class LLM:
         Args:
             prompts: A text, a list or array of token ids, vLLM's mapping with `prompt` and
                 `multi_modal_data` ({"image": an image or a list of them}), or a sequence of these.
-                A text has the model's placeholder at the place of each item.
+                A text contains the model's placeholder for each item.
             params: For all prompts, or one for each.
-            lora_request: The adapter of all prompts, or of each; None: the model alone.
+            lora_request: One adapter for all prompts, or one for each; None: the base model.
 
         Returns:
             One output for each prompt, in order.
 
         Raises:
-            AdapterError: An adapter that cannot be read, or is of a kind that is not served.
-            InvalidMediaError: An item that is unusable, or that the model does not take.
+            AdapterError: An adapter cannot be read, or its kind is not supported.
+            InvalidMediaError: An item is unusable, or the model does not support its kind.
         """
         with self._client.batch() as batch:
             self._submit(batch, prompts, params, lora_request)
@@ -139,10 +139,10 @@ class LLM:
                 `tool_calls` and `reasoning`. Content that the chat template does not take is
                 rewritten, as on the server; a warning names anything lost.
             params: For all conversations, or one for each.
-            lora_request: The adapter of all conversations, or of each; None: the model alone.
+            lora_request: One adapter for all conversations, or one for each; None: the base model.
 
         Raises:
-            InvalidMediaError: An item that is unusable, or that the model does not take.
+            InvalidMediaError: An item is unusable, or the model does not support its kind.
             InvalidParameterError: An invalid message, or a model without a chat template.
             TemplateRefusal: The template refuses a conversation in every form.
         """
@@ -177,7 +177,7 @@ class LLM:
         Args:
             prompts: A text, a list or array of token ids, or a sequence of these.
             params: For all prompts.
-            lora_request: The adapter of all prompts, or of each; None: the model alone.
+            lora_request: One adapter for all prompts, or one for each; None: the base model.
 
         Returns:
             One output for each prompt, in order.
@@ -236,12 +236,12 @@ class LLM:
         *,
         chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores the similarity of texts: the cosine of their vectors; for `LLM(runner="pooling")`.
+        """Scores text pairs by the cosine of their embeddings; for `LLM(runner="pooling")`.
 
         With `classifier_from_token` (see `PoolerConfig`), the model scores each pair itself.
 
         Args:
-            text_1: One text to compare with each of `text_2`, or as many texts as there.
+            text_1: One text to compare with each of `text_2`, or as many texts as `text_2` has.
             text_2: One text, or several.
             params: For all texts; `normalize` has no effect.
             chat_template: Jinja source for a query and a document if the model scores pairs; None
@@ -291,7 +291,7 @@ class LLM:
     def render_chats(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
     ) -> list[list[int]]:
-        """Tokens of conversations by the model's chat template, ready for the answer."""
+        """Returns the tokens of conversations as the chat template renders them for an answer."""
         return [
             self.engine.intake.encode(prompt, "messages").token_ids
             for prompt in self.chat_prompts(messages)
@@ -300,15 +300,13 @@ class LLM:
     def chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]]
     ) -> list[list[int] | TextWithMedia]:
-        """Conversations as prompts for `generate` and `stream`: tokens, or a text with its media.
+        """Returns conversations as prompts for `generate` and `stream`: tokens, or text with media.
 
         Args:
-            messages: see `chat`.
+            messages: See `chat`.
 
         Raises:
-            InvalidMediaError: see `chat`.
-            InvalidParameterError: a message that cannot be, or a model without a chat template.
-            TemplateRefusal: the template takes a conversation in no form.
+            InvalidMediaError, InvalidParameterError, TemplateRefusal: See `chat`.
         """
         if not self.tokenizer.has_chat_template:
             raise InvalidParameterError(

@@ -109,12 +109,12 @@ class TextWithMedia(NamedTuple):
 
 
 class MediaPrompts:
-    """Makes the prompts of texts with media, for one engine. Any thread may call it.
+    """Turns texts with media into prompts for one engine. Any thread may call it.
 
     Args:
-        processor: The processor of the model's media; None: it takes text only.
+        processor: The model's media processor; None if it takes only text.
         options: How to read media.
-        reason: The reason why it takes text only, if the checkpoint is multimodal.
+        reason: Why it takes only text, if the checkpoint is multimodal.
     """
 
     def __init__(self, processor: Any | None, options: MediaOptions, reason: str | None) -> None:
@@ -142,15 +142,15 @@ class MediaPrompts:
     def prepare(
         self, text: str, sources: Sequence[MediaSource], where: str, **options: Any
     ) -> PreparedMedia:
-        """Loads the media of a text, and makes the prompt of both. It takes a while.
+        """Loads the media of a text, and combines both into a prompt. It takes a while.
 
         Args:
             text: The text, see `TextWithMedia`.
-            where: Subject of an error that is about no single item.
+            where: Field to name in errors that concern no single item.
             options: `add_special_tokens`, see `MediaProcessor.encode`.
 
         Raises:
-            InvalidMediaError: An item that is unusable, or that the model does not take.
+            InvalidMediaError: An item is unusable, or the model does not support its kind.
         """
         from mlx_paged.multimodal.prompt import prepare
 

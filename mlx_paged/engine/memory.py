@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,6 @@ import mlx.core as mx
 
 from mlx_paged import macos
 from mlx_paged.core import StateMove, StepBatch, StepTable
-from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig, physical_memory
 from mlx_paged.engine.kv_cache_config import KVCacheConfig, PoolSizes
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
@@ -295,7 +293,7 @@ def largest_step(
     config: EngineConfig, num_windows: int = 0, *, has_states: bool = False
 ) -> StepBatch:
     """`max_num_batched_tokens` rows of `max_num_seqs` new sequences."""
-    from mlx_paged.engine.sampling.sampler import SamplingMetadata
+    from mlx_paged.engine.synthetic_steps import synthetic_step
 
     num_seqs = config.max_num_seqs
     num_tokens = max(config.step_tokens, num_seqs)
@@ -309,21 +307,8 @@ def largest_step(
         first_block += num_blocks
     # The costliest sampling that a request can have without edits of its logits.
     settings = [SamplingRow(1.0, seed=0, position=length) for length in lengths]
-    return StepBatch(
-        seq_ids=[-1 - i for i in range(num_seqs)],
-        token_ids=array(TOKEN_TYPE, [0]) * num_tokens,
-        starts=array("q", [0]) * num_seqs,
-        query_lens=array("q", lengths),
-        samples=[True] * num_seqs,
-        is_decode=num_tokens == num_seqs,
-        input_from=array("i", [-1]) * num_seqs,
-        num_drafts=array("i", [0]) * num_seqs,
-        adapter_ids=array("i", [0]) * num_seqs,
-        tables=tables,
-        slots=[StateMove(0, 1 + i) for i in range(num_seqs)] if has_states else [],
-        block_copies=((),) * (1 + num_windows),
-        sampling=SamplingMetadata.of(settings),
-    )
+    slots = [StateMove(0, 1 + i) for i in range(num_seqs)] if has_states else []
+    return synthetic_step(lengths, [0] * num_seqs, tables, settings, slots=slots)
 
 
 def limit_buffer_cache(activation_bytes: int | None, pool_bytes: int, logits_bytes: int) -> int:

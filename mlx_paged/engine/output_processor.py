@@ -122,7 +122,7 @@ class AnswerState:
         return self.check if is_checked else None
 
     def check(self, seq: Sequence, token: int, reason: FinishReason | None) -> FinishReason | None:
-        """Checks a token that the sequence has just gained; returns why the sequence ends, or None.
+        """Checks a sequence's newest token; returns why the sequence ends, or None.
 
         Args:
             reason: Why the token itself ends it, or None.
@@ -213,7 +213,7 @@ class OutputProcessor:
     def process_outputs(
         self, sequences: SequenceOf[Sequence], token_ids: SequenceOf[list[int]]
     ) -> list[SequenceUpdate]:
-        """Records what the sequences of a step gained, and reports it.
+        """Records the new tokens of a step's sequences; returns their updates.
 
         Args:
             token_ids: For each of `sequences`, after `Scheduler.update_from_output`.

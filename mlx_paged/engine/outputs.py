@@ -236,7 +236,7 @@ class DeferredText:
 
 
 class SequenceUpdate(NamedTuple):  # Twice as fast as a dataclass; every token makes one.
-    """The gain of one sequence in one step.
+    """The new output of one sequence from one step.
 
     Attributes:
         request_id: The request.
@@ -264,7 +264,7 @@ class SequenceUpdate(NamedTuple):  # Twice as fast as a dataclass; every token m
 
     @property
     def token_id(self) -> int | None:
-        """The newest token it gained; None when it ended without one."""
+        """The newest token; None if the sequence ended without one."""
         return self.token_ids[-1] if self.token_ids else None
 
     @property
@@ -364,7 +364,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Moments of a request, in seconds of a monotonic clock."""
+    """Timestamps of a request, in seconds of a monotonic clock."""
 
     arrival_time: float
     scheduled_time: float | None = None
@@ -387,7 +387,8 @@ class RequestOutput:
         prompt_token_ids: The tokens of the prompt.
         outputs: The `n` answers.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
-        cache_miss: Why more of it did not, once there is a token; None if all full blocks did.
+        cache_miss: Why no more of the prompt came from the cache, once there is a token; None if
+            all full blocks did.
         metrics: Times of arrival, first token and end.
         num_accepted_drafts: Drafts that became tokens of its answers.
         num_rejected_drafts: Drafts that were verified and rejected.

@@ -106,7 +106,7 @@ class StepRows(NamedTuple):
 
     query_lens: np.ndarray  # [num_seqs] int64
     context_lens: np.ndarray  # [num_seqs] int64: tokens in the blocks after the step
-    begins: np.ndarray  # [num_seqs]: first row of each sequence
+    query_starts: np.ndarray  # [num_seqs]: first row of each sequence
     # Rows whose logits are needed: first those sampled, then those before reported prompt tokens.
     wanted: np.ndarray
     num_sampled: int
@@ -359,11 +359,11 @@ class ModelRunner:
         newest = None
         if num_sampled and metadata.edits:
             newest = _newest(batch, metadata, before)
-        media, made = None, []
+        media, extra = None, []
         if self.media is not None:
             overlaps = isinstance(previous, LaunchedStep)
             media = self.media.build(batch, rows.context_lens, rows.query_lens, overlaps=overlaps)
-            made = self.media.store.made()
+            extra = self.media.store.made()
         logits, pools, greedy, taps = self._forward(
             batch, rows, before, media=media, features=features, bounds=bounds
         )
@@ -377,11 +377,11 @@ class ModelRunner:
             logits = logits[: len(rows.wanted)]
             greedy = None if greedy is None else Greedy(*(a[: len(rows.wanted)] for a in greedy))
         if hidden is not None:
-            made = [*made, hidden]
+            extra = [*extra, hidden]
         prompt_logprobs = None
         if targets:
             prompt_logprobs = _report_prompts(logits[num_sampled : len(rows.wanted)], targets)
-            made = [*made, *prompt_logprobs.arrays.arrays]
+            extra = [*extra, *prompt_logprobs.arrays.arrays]
         launched = LaunchedStep(batch, pools[-1], pools_before, None, prompt_logprobs, hidden)
         if not num_sampled:
             # Nothing to choose: the step only writes to the pools.
@@ -393,17 +393,17 @@ class ModelRunner:
                 raw, greedy = logits[:num_sampled], None
             if metadata.edits and awaits_masks(metadata.edits):
                 launched.choose = partial(self._choose, raw, batch, newest, greedy)
-                if made or greedy is None:  # A device program was launched when it was built.
-                    mx.async_eval(logits, *pools, *made)  # type: ignore[no-untyped-call]
+                if extra or greedy is None:  # A device program was launched when it was built.
+                    mx.async_eval(logits, *pools, *extra)  # type: ignore[no-untyped-call]
                 return launched
             launched.chosen = self._choose(raw, batch, newest, greedy)
             if self.share_tokens is not None:
-                made = [*made, launched.chosen.tokens]
+                extra = [*extra, launched.chosen.tokens]
         # A device program's results were launched with it, and nothing else is requested.
         results, reported = launched.results, launched.chosen.reported
         is_program = greedy is not None and reported is greedy.reported and len(results) == 1
-        if made or not is_program:
-            mx.async_eval(*results, *pools, *made)  # type: ignore[no-untyped-call]
+        if extra or not is_program:
+            mx.async_eval(*results, *pools, *extra)  # type: ignore[no-untyped-call]
         return launched
 
     def _choose(
@@ -461,8 +461,10 @@ class ModelRunner:
         if features is not None:
             inputs = replace(inputs, features=features, bounds=bounds)
         repetition = self.model.repetition_of(inputs)
-        num_more = repetition.num_rows - len(batch.token_ids)
-        tokens = input_tokens(batch, rows.begins, previous, num_more, stays=repetition.reads_once)
+        num_padding = repetition.num_rows - len(batch.token_ids)
+        tokens = input_tokens(
+            batch, rows.query_starts, previous, num_padding, stays=repetition.reads_once
+        )
         return self.model.run(tokens, inputs, repetition)
 
     def _inputs(
@@ -512,10 +514,10 @@ class ModelRunner:
         context_lens = np.frombuffer(batch.starts, dtype=np.int64) + query_lens
         if batch.is_decode:
             # A single sampled token is the last one of its prompt, or follows it.
-            begins = wanted = np.arange(len(batch.seq_ids))
+            query_starts = wanted = np.arange(len(batch.seq_ids))
         else:
             ends = np.cumsum(query_lens)
-            begins, wanted = ends - query_lens, ends - 1
+            query_starts, wanted = ends - query_lens, ends - 1
             if False in batch.samples:
                 wanted = wanted[np.array(batch.samples)]
             if batch.has_drafts:
@@ -523,14 +525,16 @@ class ModelRunner:
                 if np.array_equal(num_samples, query_lens):
                     wanted = np.arange(len(batch.token_ids))
                 else:
-                    behind = _rows_behind(query_lens)
-                    wanted = np.flatnonzero(behind < num_samples.repeat(query_lens))
+                    num_following = _num_following_rows(query_lens)
+                    wanted = np.flatnonzero(num_following < num_samples.repeat(query_lens))
         num_sampled = len(wanted)
         if batch.prompt_targets:
-            reported = [begins[i] + np.arange(len(t.token_ids)) for i, t in batch.prompt_targets]
+            reported = [
+                query_starts[i] + np.arange(len(t.token_ids)) for i, t in batch.prompt_targets
+            ]
             wanted = np.concatenate([wanted, *reported])
         num_ordered = self._num_ordered(batch, query_lens) if self.model.platform.on_cpu else 0
-        return StepRows(query_lens, context_lens, begins, wanted, num_sampled, num_ordered)
+        return StepRows(query_lens, context_lens, query_starts, wanted, num_sampled, num_ordered)
 
     def _num_ordered(self, batch: StepBatch, query_lens: np.ndarray) -> int:
         num_ordered = len(query_lens)
@@ -602,8 +606,8 @@ def _split_drafts(
     return (context_lens - counts.cumsum()).take(sequence) + row, lens, by_row
 
 
-def _rows_behind(counts: np.ndarray) -> np.ndarray:
-    """For each row: the rows of its sequence that follow. `counts`: those of each sequence."""
+def _num_following_rows(counts: np.ndarray) -> np.ndarray:
+    """For each row, the number of later rows of its sequence. `counts`: rows of each sequence."""
     return np.cumsum(counts).repeat(counts) - np.arange(1, counts.sum() + 1)
 
 

@@ -18,9 +18,9 @@ class SpecDecodingStats:
 
     Attributes:
         num_drafts: Times that drafts of a sequence were verified.
-        num_draft_tokens: Drafts.
-        num_accepted_tokens: Accepted drafts.
-        num_accepted_tokens_per_pos: The same by place in the draft.
+        num_draft_tokens: Draft tokens.
+        num_accepted_tokens: Accepted draft tokens.
+        num_accepted_tokens_per_pos: Accepted draft tokens by position in the draft.
     """
 
     num_drafts: int = 0

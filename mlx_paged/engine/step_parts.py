@@ -123,15 +123,17 @@ def _slots(batch: StepBatch, piece: Piece) -> StateMove:
 
 
 def _copies(batch: StepBatch, part: Part, block_size: int) -> tuple[tuple[Any, ...], ...]:
-    """Returns True if a copy belongs to a piece, because the piece continues the copy's target.
+    """Returns the copies, per attention group, into blocks that the part's sequences continue.
 
-    A later copy would undo what that sequence has written."""
-    begun = [p.seq_index for p in part if p.begin == 0]
-    made = []
+    A sequence that is cut makes its copies with its first piece; later, they would overwrite what
+    it has written.
+    """
+    at_start = [p.seq_index for p in part if p.begin == 0]
+    copies_by_group = []
     for group, copies in enumerate(batch.block_copies):
-        targets = {batch.tables[i][group].blocks[batch.starts[i] // block_size] for i in begun}
-        made.append(tuple(copy for copy in copies if copy.dst in targets))
-    return tuple(made)
+        targets = {batch.tables[i][group].blocks[batch.starts[i] // block_size] for i in at_start}
+        copies_by_group.append(tuple(copy for copy in copies if copy.dst in targets))
+    return tuple(copies_by_group)
 
 
 def _sampling(batch: StepBatch, indices: list[int]) -> Any:

@@ -14,19 +14,19 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.core import StateMove, StepBatch, StepTable
-from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.lora.files import Adapter
 from mlx_paged.engine.runner import LaunchedStep, ModelRunner
 from mlx_paged.engine.sampling.logits_processors import ALWAYS, Additions, LogitEdits, Penalties
-from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.synthetic_steps import synthetic_step
 from mlx_paged.model.dense_prefill import PREPARED_MULTIPLE
 from mlx_paged.model.graph_runner import padded_decodes
 from mlx_paged.model.paged_model import PagedModel
@@ -341,20 +341,12 @@ def _step(runner: ModelRunner, kind: Kind, index: int, adapter: Adapter | None) 
         tables.append((table,) * num_groups)
     rows = _SETTINGS.get(kind.settings, (SamplingRow(kind.temperature, seed=0, position=0),))
     sampling = [rows[i % len(rows)]._replace(position=end) for i in range(num_seqs)]
-    return StepBatch(
-        seq_ids=[-1 - i for i in range(num_seqs)],
-        token_ids=array(TOKEN_TYPE, [0]) * sum(lens),
-        starts=array("q", [end - length for length in lens]),
-        query_lens=array("q", lens),
-        samples=[True] * num_seqs,
-        is_decode=num_tokens == 1,
-        input_from=array("i", range(num_seqs)) if index else array("i", [-1]) * num_seqs,
-        num_drafts=array("i", [0]) * num_seqs,
-        adapter_ids=array("i", [0 if adapter is None else _SLOT]) * num_seqs,
-        adapters={} if adapter is None else {_SLOT: adapter},
-        tables=tables,
-        # Each begins without a state and leaves none.
-        slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],
-        block_copies=((),) * num_groups,
-        sampling=SamplingMetadata.of(sampling),
-    )
+    columns: dict[str, Any] = {}
+    if index:  # The previous step's tokens are the inputs.
+        columns["input_from"] = array("i", range(num_seqs))
+    if adapter is not None:
+        columns["adapter_ids"] = array("i", [_SLOT]) * num_seqs
+        columns["adapters"] = {_SLOT: adapter}
+    if model.layout.has_states:  # Each sequence begins without a state and leaves none.
+        columns["slots"] = [StateMove(0, -1)] * num_seqs
+    return synthetic_step(lens, [end - length for length in lens], tables, sampling, **columns)

@@ -91,7 +91,7 @@ class AssistantDrafter(Drafter):
         self._rows: dict[int, tuple[int, int]] = {}  # by seq_id: length of a sequence, and its row
         self._hidden: mx.array | None = None
 
-    # The seam, see `Drafter` and `Price`.
+    # `Drafter` and `Price`.
 
     def kind(self, seq: CoreSequence) -> int:
         """See `Price`."""
@@ -233,7 +233,7 @@ class AssistantDrafter(Drafter):
 
     @staticmethod
     def _settings(members: Sequence[_Member], number: int) -> SamplingMetadata:
-        """The settings of each sequence's next draft: the model's own for that position."""
+        """The settings of each sequence's next draft, those of the target at that position."""
         edits: list[tuple[int, LogitEdits]] = []
         positions = [len(member.seq.tokens) + number for member in members]
         for index, (member, position) in enumerate(zip(members, positions)):

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 METHODS = ("auto", "ngram", "suffix", "draft_model", "eagle3", "mtp", "dflash")
 _LOOKS_UP_ALL = ("auto", "suffix")
 _WITH_MODEL = ("draft_model", "eagle3", "dflash")
-# Others of vLLM.
-_NOT_YET = ("eagle", "medusa", "mlp_speculator")
+# Further methods of vLLM.
+_UNSUPPORTED = ("eagle", "medusa", "mlp_speculator")
 _FIELD = "speculative_config"
 _DEFAULT_NGRAM = 5
 _DEFAULT_TOKENS = 5
-_HEADS = ("eagle3", "mtp")
+_SEQUENTIAL_HEADS = ("eagle3", "mtp")
 #: Methods that read hidden states of the model.
 HEADS = ("eagle3", "mtp", "dflash")
-_DEFAULT_OF_HEADS = 3
+_DEFAULT_HEAD_TOKENS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class SpeculativeConfig:
         if method == "dspark":  # Its files say which it is.
             self._set("method", method := "dflash")
         expected = f"{' or '.join(map(repr, METHODS))}"
-        if method in _NOT_YET:
+        if method in _UNSUPPORTED:
             expected += f" ({method!r} is not supported yet)"
         self._check("method", isinstance(method, str) and method in METHODS, expected)
         if method in _WITH_MODEL:
@@ -140,7 +140,9 @@ class SpeculativeConfig:
         if self.num_speculative_tokens is None:
             default = self.suffix_decoding_max_tree_depth
             if not self.looks_up_all:
-                default = _DEFAULT_OF_HEADS if self.method in _HEADS else _DEFAULT_TOKENS
+                default = (
+                    _DEFAULT_HEAD_TOKENS if self.method in _SEQUENTIAL_HEADS else _DEFAULT_TOKENS
+                )
             self._set("num_speculative_tokens", default)
 
     def _set(self, name: str, value: object) -> None:
@@ -165,7 +167,7 @@ class SpeculativeConfig:
     def max_model_drafts(self) -> int:
         """Maximum drafts of a sequence that a model or a head makes in one step."""
         is_auto = self.method == "auto"
-        return min(self.max_drafts, _DEFAULT_OF_HEADS) if is_auto else self.max_drafts
+        return min(self.max_drafts, _DEFAULT_HEAD_TOKENS) if is_auto else self.max_drafts
 
 
 def speculative_config_of(given: Any) -> SpeculativeConfig | None:

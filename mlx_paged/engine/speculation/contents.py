@@ -27,7 +27,7 @@ class _Content(NamedTuple):
     tokens: bytes
 
 
-class Followed:
+class DraftProgress:
     """A draft model's progress in one sequence.
 
     ::
@@ -82,7 +82,7 @@ class BlockContents:
             for block in range(first, end):
                 self._contents.pop(block, None)
 
-    def follow(self, followed: Followed, tokens: array[int], tables: BlockTables) -> None:
+    def follow(self, progress: DraftProgress, tokens: array[int], tables: BlockTables) -> None:
         """Updates `num_computed` for a sequence as it is now.
 
         Args:
@@ -90,60 +90,60 @@ class BlockContents:
             tables: Its tables, which cover at least all tokens but the last.
         """
         num_equal = 0
-        if tables is followed.tables:
-            num_equal = _num_equal(followed.blocks, tables.blocks)
+        if tables is progress.tables:
+            num_equal = _num_equal(progress.blocks, tables.blocks)
         num_kept = num_equal * self._block_size
-        self._accept(followed, tokens, num_kept)
-        followed.num_computed = min(followed.num_computed, num_kept)
-        followed.tables, followed.blocks = tables, tuple(tables.blocks)
-        self._extend(followed, tokens)
+        self._accept(progress, tokens, num_kept)
+        progress.num_computed = min(progress.num_computed, num_kept)
+        progress.tables, progress.blocks = tables, tuple(tables.blocks)
+        self._extend(progress, tokens)
         # The newest token is always computed, because drafts begin after it.
-        followed.num_computed = min(followed.num_computed, len(tokens) - 1)
+        progress.num_computed = min(progress.num_computed, len(tokens) - 1)
 
-    def _accept(self, followed: Followed, tokens: array[int], num_kept: int) -> None:
+    def _accept(self, progress: DraftProgress, tokens: array[int], num_kept: int) -> None:
         """Counts drafts that were accepted as computed, among the first `num_kept` positions."""
-        begin = end = followed.drafted_from
-        for drafted, token in zip(followed.drafted, tokens[begin:num_kept]):
+        begin = end = progress.drafted_from
+        for drafted, token in zip(progress.drafted, tokens[begin:num_kept]):
             if drafted != token:
                 break
             end += 1
-        followed.drafted = ()
+        progress.drafted = ()
         if end > begin:
-            self.record(followed, tokens, begin, end)
+            self.record(progress, tokens, begin, end)
 
-    def _extend(self, followed: Followed, tokens: array[int]) -> None:
+    def _extend(self, progress: DraftProgress, tokens: array[int]) -> None:
         """Extends `num_computed` over blocks that another sequence has computed."""
-        size, blocks = self._block_size, followed.blocks
-        index = followed.num_computed // size
+        size, blocks = self._block_size, progress.blocks
+        index = progress.num_computed // size
         while index < len(blocks):
             content = self._contents.get(blocks[index])
-            if content is None or content.before != self._print(followed, tokens, index):
+            if content is None or content.before != self._print(progress, tokens, index):
                 return
             wanted = tokens[index * size : (index + 1) * size].tobytes()
             length = common_prefix_len(content.tokens, wanted)
-            followed.num_computed = max(followed.num_computed, index * size + length)
+            progress.num_computed = max(progress.num_computed, index * size + length)
             if length < size:
                 return
             index += 1
 
-    def record(self, followed: Followed, tokens: array[int], begin: int, end: int) -> None:
+    def record(self, progress: DraftProgress, tokens: array[int], begin: int, end: int) -> None:
         """Records that tokens ``[begin, end)`` of a sequence were computed, after all before."""
         size = self._block_size
         for index in range(begin // size, -(-end // size)):
             own = tokens[index * size : min(end, (index + 1) * size)].tobytes()
-            content = _Content(self._print(followed, tokens, index), own)
-            self._contents[followed.blocks[index]] = content
-        followed.num_computed = end
+            content = _Content(self._print(progress, tokens, index), own)
+            self._contents[progress.blocks[index]] = content
+        progress.num_computed = end
 
-    def overwritten(self, followed: Followed, end: int) -> None:
+    def overwritten(self, progress: DraftProgress, end: int) -> None:
         """Records that drafts overwrite the slots after the known tokens, up to `end`."""
         size = self._block_size
-        for index in range(-(-followed.num_computed // size), -(-end // size)):
-            self._contents.pop(followed.blocks[index], None)
+        for index in range(-(-progress.num_computed // size), -(-end // size)):
+            self._contents.pop(progress.blocks[index], None)
 
-    def _print(self, followed: Followed, tokens: array[int], index: int) -> int:
+    def _print(self, progress: DraftProgress, tokens: array[int], index: int) -> int:
         """The fingerprint of the tokens before a block, all of which are known."""
-        prints, size = followed.prints, self._block_size
+        prints, size = progress.prints, self._block_size
         for i in range(len(prints) - 1, index):
             prints.append(hash((prints[i], tokens[i * size : (i + 1) * size].tobytes())))
         return prints[index]

@@ -1,9 +1,9 @@
 """StepCosts: the time of a step, by its rows, its sequences and their contexts.
 
-Drafts pay if a step with more rows takes little longer. That depends on machine, model and weight
-format: on a GPU five rows cost as much as one; on a CPU in 4 bits, one more row costs half a step.
-Steps are measured when the engine starts. Steps of requests correct the measurement; for drafts
-without a price, by number of sequences and drafts (`learned_costs.py`).
+Drafts pay off if a step with more rows takes little longer. That depends on machine, model and
+weight format: on a GPU five rows cost as much as one; on a CPU in 4 bits, one more row costs half a
+step. Steps are measured when the engine starts, and steps of requests correct the measurement.
+Drafts without a price use `learned_costs.py` instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlx_paged.core import StateMove, StepBatch, StepTable
 from mlx_paged.core.kv.tree import TOKEN_TYPE
 from mlx_paged.engine.faults import reason_of
 from mlx_paged.engine.runner import ModelRunner
-from mlx_paged.engine.sampling.sampler import SamplingMetadata
 from mlx_paged.engine.sampling.sequence_sampler import SamplingRow
+from mlx_paged.engine.synthetic_steps import synthetic_step
 
 logger = logging.getLogger(__name__)
 
@@ -193,18 +193,12 @@ def _step(
         for i in range(num_seqs)
     ]
     settings = SamplingRow(0.0, seed=0, position=context_len)
-    return StepBatch(
-        seq_ids=[-1 - i for i in range(num_seqs)],
+    return synthetic_step(
+        [num_rows] * num_seqs,
+        [context_len - num_rows] * num_seqs,
+        tables,
+        [settings] * (num_seqs * num_rows),
         token_ids=array(TOKEN_TYPE, np.resize(tokens, num_seqs * num_rows).tobytes()),
-        starts=array("q", [context_len - num_rows]) * num_seqs,
-        query_lens=array("q", [num_rows]) * num_seqs,
-        samples=[True] * num_seqs,
-        is_decode=num_rows == 1,
-        input_from=array("i", [-1]) * num_seqs,
         num_drafts=array("i", [num_rows - 1]) * num_seqs,
-        adapter_ids=array("i", [0]) * num_seqs,
-        tables=tables,
         slots=[StateMove(0, -1)] * num_seqs if model.layout.has_states else [],
-        block_copies=((),) * (1 + len(runner.windows)),
-        sampling=SamplingMetadata.of([settings] * (num_seqs * num_rows)),
     )

@@ -79,7 +79,7 @@ class HeadDrafter(PagedDrafter):
         self._rows: dict[int, _Rows] = {}  # by seq_id
         self._hidden: mx.array | None = None  # of the step that these are from
 
-    # The seam, see `Drafter` and `Price`.
+    # `Drafter` and `Price`.
 
     def num_missing(self, seq: CoreSequence, state: DraftState) -> int:
         """See `Price`. At most the tokens of one step are missing."""

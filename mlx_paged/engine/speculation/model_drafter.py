@@ -19,7 +19,7 @@ from mlx_paged.core import Sequence as CoreSequence
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.masks import SequenceMasks
 from mlx_paged.engine.speculation.acceptance import Draft
-from mlx_paged.engine.speculation.contents import BlockContents, Followed
+from mlx_paged.engine.speculation.contents import BlockContents, DraftProgress
 from mlx_paged.engine.speculation.drafter import DraftState, StartedDrafts, Wanted
 from mlx_paged.engine.speculation.paged_drafter import PagedDrafter
 from mlx_paged.engine.speculation.rounds import Member
@@ -46,13 +46,13 @@ class ModelDrafter(PagedDrafter):
         self._max_rows = max_rows
         self._contents = BlockContents(runner.block_size)
 
-    # The seam, see `Drafter` and `Price`.
+    # `Drafter` and `Price`.
 
     def num_missing(self, seq: CoreSequence, state: DraftState) -> int:
         """See `Price`."""
         assert seq.tables is not None
-        self._contents.follow(_followed(state), seq.tokens, seq.tables)
-        return len(seq.tokens) - _followed(state).num_computed
+        self._contents.follow(_progress_of(state), seq.tokens, seq.tables)
+        return len(seq.tokens) - _progress_of(state).num_computed
 
     def reset(self) -> None:
         """See `Drafter`."""
@@ -95,10 +95,10 @@ class ModelDrafter(PagedDrafter):
             members.append(Member(seq, seq.tokens[begin:], begin, table, max(0, max_drafts)))
         computed = self._first_round(members)
         for index, member in computed:
-            followed = _followed(wanted[index].state)
-            self._contents.record(followed, member.seq.tokens, member.begin, member.end)
+            progress = _progress_of(wanted[index].state)
+            self._contents.record(progress, member.seq.tokens, member.begin, member.end)
             if member.max_drafts:
-                self._contents.overwritten(followed, member.end + member.max_drafts - 1)
+                self._contents.overwritten(progress, member.end + member.max_drafts - 1)
         rounds = self._run.launch([member for _, member in computed])
 
         def finish() -> list[Draft | None]:
@@ -106,8 +106,8 @@ class ModelDrafter(PagedDrafter):
             found: list[Draft | None] = [None] * len(wanted)
             for index, member in computed:
                 if member.max_drafts:
-                    followed = _followed(wanted[index].state)
-                    followed.drafted, followed.drafted_from = tuple(member.drafts[:-1]), member.end
+                    progress = _progress_of(wanted[index].state)
+                    progress.drafted, progress.drafted_from = tuple(member.drafts[:-1]), member.end
                 if member.usable:
                     found[index] = Draft(member.end, member.usable, self.kind(member.seq))
             return found
@@ -129,8 +129,8 @@ class ModelDrafter(PagedDrafter):
         return chosen
 
 
-def _followed(state: DraftState) -> Followed:
+def _progress_of(state: DraftState) -> DraftProgress:
     if state.own is None:
-        state.own = Followed()
-    followed: Followed = state.own
-    return followed
+        state.own = DraftProgress()
+    progress: DraftProgress = state.own
+    return progress

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from mlx_paged.engine.speculation.matches import Match, common_length
 
-# Compared occurrences of the latest pair of tokens, on each side of the place reached before.
+# Compared occurrences of the latest pair of tokens, on each side of the last position.
 _MAX_CANDIDATES = 8
 _MAX_MATCH = 24
 
@@ -28,7 +28,7 @@ class PredictedAnswer:
     def __init__(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:
         self._guess = array("I", tokens)
         self._begin = num_prompt_tokens
-        self._next = 0  # in the guess, of the next token
+        self._next = 0  # index of the next token in the guess
         self._ends: dict[int, list[int]] = {}  # pair -> where it ends in the guess, ascending
         for end in range(1, len(tokens)):
             self._ends.setdefault(tokens[end - 1] << 32 | tokens[end], []).append(end)
@@ -54,7 +54,7 @@ class PredictedAnswer:
         return Match(length, drafts) if drafts else None
 
     def _candidates(self, tokens: array[int], last: int) -> list[int]:
-        """Where the latest tokens may end in the guess, the most likely place first."""
+        """Positions in the guess where the latest tokens may end, the most likely first."""
         if last == self._begin:
             return [0]
         ends = self._ends.get(tokens[last - 1] << 32 | tokens[last], [])

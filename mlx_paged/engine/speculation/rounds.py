@@ -154,14 +154,14 @@ class DraftRounds:
             if is_read:
                 drafts.read()
             number += 1
-            going_on = [
+            continuing = [
                 member
                 for member in sampled
                 if member.max_drafts > number and (not is_read or member.drafts[-1] >= 0)
             ]
-            if features is not None and going_on:
-                features = _features_after(previous, members, going_on)
-            members = going_on
+            if features is not None and continuing:
+                features = _features_after(previous, members, continuing)
+            members = continuing
         return drafts
 
     def _batch(self, members: list[Member], number: int, *, is_read: bool) -> StepBatch:
@@ -230,7 +230,7 @@ class DraftRounds:
                 edit = edits_of(member.seq, key)
                 if edit is not None:
                     edits.append((len(rows) - 1, edit))
-        if number == 0:  # which has other rows in every step
+        if number == 0:  # The first round has different rows in every step.
             return draft_settings(SamplingMetadata.of(rows), positions, edits)
         if rows != self._rows:
             self._rows, self._columns = rows, SamplingMetadata.of(rows)
@@ -266,11 +266,11 @@ def edited_logits(logits: mx.array, settings: SamplingMetadata, masks: SequenceM
 
 
 def _features_after(
-    launched: LaunchedStep, members: list[Member], going_on: list[Member]
+    launched: LaunchedStep, members: list[Member], continuing: list[Member]
 ) -> mx.array:
     """``[len(going_on), hidden_size]``: the states of the last row of each sequence in a round."""
     assert launched.hidden is not None
     ends = np.cumsum(np.frombuffer(launched.batch.query_lens, dtype=np.int64))
     last = {id(member): end - 1 for member, end in zip(members, ends.tolist())}
-    [rows] = ops.upload(np.array([last[id(member)] for member in going_on], dtype=np.int32))
+    [rows] = ops.upload(np.array([last[id(member)] for member in continuing], dtype=np.int32))
     return launched.hidden[rows]

@@ -1,14 +1,14 @@
 """Speculator: decides which drafts a step verifies.
 
-It is *active* while drafts are expected to pay. Then a step is planned after the previous one has
-been read, because drafts begin after a known token. Otherwise steps overlap as without speculation,
-and the speculator only watches: it compares unverified drafts with the tokens that are sampled, to
-know when to begin. A model's drafts cost time, so none are made just to be watched; their estimated
-gain slowly returns to its initial value.
+It is *active* while drafts are expected to pay off. Then a step is planned after the previous one
+has been read, because drafts begin after a known token. Otherwise steps overlap as without
+speculation, and the speculator only watches: it compares unverified drafts with the sampled tokens
+to learn when to begin. A model's drafts cost time, so none are made just to be watched; their
+estimated gain slowly returns to its initial value.
 
-A model's drafts stay on the device: the step that verifies them is launched while the model still
-makes them, and the host reads both together. Until then, the scheduler and the batch have zeros in
-their place. Now and then the host waits for the drafts, to measure their cost.
+A model's drafts stay on the device: the step that verifies them is launched while the draft model
+still runs, and the host reads both together. Until then, the scheduler and the batch hold zeros
+instead. Now and then the host waits for the drafts, to measure their cost.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class Speculator:
         return gains
 
     def _choose(self, ready: Sequence[CoreSequence], proposals: list[_Proposal]) -> list[int]:
-        """Returns how many drafts of each proposal pay, and updates the expected gain."""
+        """Returns how many drafts of each proposal to verify, and updates the expected gain."""
         counts = [0] * len(proposals)
         # A sequence with a recurrent state also recomputes the drafts that it accepted.
         num_rows = sum(len(seq.tokens) - seq.num_scheduled_tokens for seq in ready)
@@ -382,11 +382,38 @@ class Speculator:
             ),
             key=lambda each: -each[0],
         )
+        num_best, best = self._fastest(ordered[:room], proposals, num_seqs, context_len, plain)
+        for _, _, i in ordered[:num_best]:
+            counts[i] += 1
+        self._gain += _GAIN_WEIGHT * (best / plain - self._gain)
+        is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
+        self.is_active = is_worth_it and self._ledger.balance > 0 and not self._is_broken
+        return counts
+
+    def _fastest(
+        self,
+        ordered: Sequence[tuple[float, int, int]],
+        proposals: Sequence[_Proposal],
+        num_seqs: int,
+        context_len: float,
+        plain: float,
+    ) -> tuple[int, float]:
+        """Finds how many leading drafts give the most tokens per second.
+
+        Args:
+            ordered: (gain, number of drafts before it in its proposal, index of the proposal) of
+                each draft, the most likely first.
+            plain: Tokens per second without drafts.
+
+        Returns:
+            (number of drafts, expected tokens per second with them).
+        """
+        assert self._costs is not None
         best, num_best, tokens = plain, 0, float(num_seqs)
         drafting = 0.0  # seconds
         forced = 0.0  # tokens that a grammar forces
         rounds: Counter[int] = Counter()  # sequences in each round of the drafter
-        for count, (gain, depth, i) in enumerate(ordered[:room], 1):
+        for count, (gain, depth, i) in enumerate(ordered, 1):
             tokens += gain
             if proposals[i].draft is None and not (depth and self._drafts_at_once):
                 drafting -= self._round_seconds(rounds[depth], context_len)
@@ -401,12 +428,7 @@ class Speculator:
             speed = tokens / (seconds + drafting)
             if speed > best:
                 best, num_best = speed, count
-        for _, _, i in ordered[:num_best]:
-            counts[i] += 1
-        self._gain += _GAIN_WEIGHT * (best / plain - self._gain)
-        is_worth_it = self._gain > (_END_AT if self.is_active else _BEGIN_AT)
-        self.is_active = is_worth_it and self._ledger.balance > 0 and not self._is_broken
-        return counts
+        return num_best, best
 
     @property
     def _drafts_at_once(self) -> bool:
@@ -453,7 +475,7 @@ class Speculator:
         """Learns from a committed step.
 
         Args:
-            token_ids: The tokens that each sequence gained.
+            token_ids: The new tokens of each sequence.
             hidden: See `StepResult`.
         """
         self._finish_drafts()
@@ -530,7 +552,7 @@ class Speculator:
         for seq, count, new_token_ids in zip(output.sequences, output.batch.num_drafts, token_ids):
             state: DraftState | None = seq.drafts
             if state is not None and state.pending is not None:
-                count = min(count, len(state.pending.tokens))  # Others follow the end of an answer.
+                count = min(count, len(state.pending.tokens))  # The rest follows an end token.
             if not count or not new_token_ids:
                 continue
             num_drafts += 1
