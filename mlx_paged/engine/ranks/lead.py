@@ -182,6 +182,6 @@ class RanksExecutor(InProcessExecutor):
         with self._followers.operation():
             super().reset()
 
-    def _note(self, error: Exception, num_rows: int) -> None:
+    def _record_fault(self, error: Exception, num_rows: int) -> None:
         self.num_faults += 1
         raise self._followers.failed(error) from error
