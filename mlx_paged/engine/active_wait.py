@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx_paged import cgroups, runtime
 from mlx_paged.platform import Platform
 
-_LONGEST = 1.0  # seconds; a failed GPU never reports that it is done
-_FEWEST_CPUS = 2.0  # The GPU's driver has threads, too.
-_FEWEST_ASLEEP, _MAX_ASLEEP = 64, 4096
+_MAX_SECONDS = 1.0  # seconds; a failed GPU never reports that it is done
+_MIN_CPUS = 2.0  # The GPU's driver has threads, too.
+_MIN_ASLEEP, _MAX_ASLEEP = 64, 4096
 
 
 class ActiveWait:
@@ -28,20 +28,20 @@ class ActiveWait:
     """
 
     def __init__(self) -> None:
-        self._num_asleep = _FEWEST_ASLEEP
+        self._num_asleep = _MIN_ASLEEP
         self._left_asleep = 0
 
     @classmethod
     def on(cls, platform: Platform) -> ActiveWait | None:
         """Returns None if steps on this device should not be waited for actively."""
-        return cls() if platform.has_cuda and usable_cpus() >= _FEWEST_CPUS else None
+        return cls() if platform.has_cuda and usable_cpus() >= _MIN_CPUS else None
 
     def __call__(self, array: mx.array) -> None:
         """Returns when `array` is ready, or when the caller should block as usual."""
         if self._left_asleep > 0:
             self._left_asleep -= 1
-        elif runtime.wait_actively(array, _LONGEST):
-            self._num_asleep = _FEWEST_ASLEEP
+        elif runtime.wait_actively(array, _MAX_SECONDS):
+            self._num_asleep = _MIN_ASLEEP
         else:
             self._left_asleep = self._num_asleep
             self._num_asleep = min(2 * self._num_asleep, _MAX_ASLEEP)

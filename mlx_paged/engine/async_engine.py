@@ -112,7 +112,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """True if the engine takes requests."""
+        """True if the engine accepts requests."""
         return self._thread.dead is None
 
     @property

@@ -1,10 +1,10 @@
-"""Checks of values that callers give."""
+"""Validates values from callers."""
 
 from __future__ import annotations
 
 
 def is_text(value: object) -> bool:
-    """True if it is a string that UTF-8 can spell: a lone surrogate is not a character."""
+    """True for a string that UTF-8 can encode: a lone surrogate is not a character."""
     if not isinstance(value, str):
         return False
     try:

@@ -80,14 +80,14 @@ class EngineInfo:
     Attributes:
         config: Its options.
         vocab_size: Token ids are below this.
-        max_request_len: Maximum tokens of prompt and answer together: by the model and by the pool.
-        max_model_len: The same by the model; None means that only the pool limits.
+        max_request_len: Maximum tokens of prompt and answer together, limited by model and pool.
+        max_model_len: Maximum tokens that the model allows; None if only the pool limits them.
         generation_config: The model's default sampling settings; the engine does not apply them.
-        reasoning_format: The model's reasoning format; None: it has none, or no known one.
+        reasoning_format: The model's reasoning format; None if it has none, or an unknown one.
         hidden_size: Size of an embedding before `dimensions` cuts it; None if the engine generates.
         labels: Classes of a model that classifies texts; empty if it makes embeddings.
-        prompts: Prompts that the model was trained to see before texts, by the name of their use.
-        media_reason: Why a multimodal model takes no media.
+        prompts: Prompts that the model was trained to see before texts, by name of their purpose.
+        media_reason: Why a multimodal checkpoint accepts no media.
     """
 
     config: EngineConfig
@@ -103,7 +103,7 @@ class EngineInfo:
 
     @property
     def scores_pairs(self) -> bool:
-        """True if it scores pairs of texts and makes no embeddings."""
+        """True if the engine scores pairs of texts instead of embedding them."""
         return len(self.labels) == 1
 
 
@@ -115,7 +115,7 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """True if the engine takes requests."""
+        """True if the engine accepts requests."""
 
     # Once it is ready.
 
@@ -133,7 +133,7 @@ class EngineClient(Protocol):
 
     @property
     def media(self) -> Any | None:
-        """The processor of the model's media (`LoadedModel.media`); None: it takes text only."""
+        """The model's media processor (`LoadedModel.media`); None if it takes only text."""
 
     @property
     def media_prompts(self) -> MediaPrompts:
@@ -152,7 +152,7 @@ class EngineClient(Protocol):
 
         Raises:
             InvalidParameterError: An invalid option; the error names the field.
-            InvalidMediaError: An item that cannot be used, or that the model does not take.
+            InvalidMediaError: An item is unusable, or the model does not support its kind.
             RequestTooLargeError: Prompt and answer could never fit.
             DuplicateRequestError: An unfinished request has this id.
             EngineOverloadedError: Too many requests wait.
@@ -171,7 +171,7 @@ class EngineClient(Protocol):
 
         Raises:
             AdapterError: Files are missing, damaged or of an unsupported kind.
-            InvalidParameterError: The engine takes no adapters, or none of this rank.
+            InvalidParameterError: The engine accepts no adapters, or none of this rank.
         """
 
     async def remove_lora(self, request: LoRARequest) -> None:

@@ -24,14 +24,14 @@ def load(
         path_or_hub_id: A directory in mlx-lm's format, a GGUF file, or a Hugging Face id. None
             loads the model embedded in this package.
         dtype: "auto", "float32", "float16" or "bfloat16"; see `model.loader.load`.
-        generation_config: Replaces the model's own ``generation_config.json``. Its end tokens are
-            end tokens of the model, too.
+        generation_config: Replaces the model's own ``generation_config.json``. Its end tokens
+            become end tokens of the model, too.
         shard: See `model.loader.load`.
 
     Raises:
-        InvalidParameterError: A generation config that cannot be read.
-        ModelLoadError: The path, its weights or the hub cannot be read; it gives the reason.
-        UnsupportedModelError: A family that is not verified with the paged cache.
+        InvalidParameterError: The generation config cannot be read.
+        ModelLoadError: The path, its weights or the hub cannot be read.
+        UnsupportedModelError: The family is not verified with the paged cache.
     """
     return loader.load(
         path_or_hub_id,
@@ -50,7 +50,7 @@ def require_served(path: Path, config: Mapping[str, Any]) -> None:
         config: Its ``config.json``.
 
     Raises:
-        UnsupportedModelError: It gives the reason.
+        UnsupportedModelError: The family is not supported.
     """
     loader.require_served(config, _find_multimodal(path, config))
 

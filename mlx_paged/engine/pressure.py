@@ -1,4 +1,4 @@
-"""MemoryPressure: the system's memory pressure as the engine follows it."""
+"""MemoryPressure: smooths the system's memory pressure for an engine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class MemoryPressure:
         return self._source is not None and self.clock() >= self._next_poll
 
     def poll(self) -> bool:
-        """Reads the source unless the last reading is less than a second old; True if it did."""
+        """Reads the source unless the last reading is less than a second old; returns True if it
+        did."""
         if self._source is None:
             return False
         now = self.clock()

@@ -117,7 +117,7 @@ def test_blocks_travel_through_the_streams_of_devices(
     """As with devices that have memory of their own: copies end later."""
     monkeypatch.setattr(build, "SharedBlockBytes", StagedBlockBytes)
     monkeypatch.setattr(server, "MAX_WAITING_BYTES", bound)
-    monkeypatch.setattr(staged_blocks, "_LEAST_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(staged_blocks, "_MIN_PARALLEL_BYTES", 0)
     monkeypatch.setattr(staged_blocks, "_COPY_THREADS", 2)
     options = {"max_num_batched_tokens": 24, "typical_context_len": 100, "max_num_seqs": 8}
     with pair_of(loaded(name), loaded(name), tmp_path, **options) as pair:

@@ -1,4 +1,4 @@
-"""Buffers: spare memory for blocks on their way to or from the disk."""
+"""Buffers: reusable memory for blocks on their way to or from the disk."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class DiskLevel:
 
     @property
     def _room(self) -> int:
-        """Bytes that the writer holds or that are being copied for it."""
+        """Bytes that the writer can still accept, besides those being copied for it."""
         copying = sum(self._block_bytes[group] for _, group in self._copying)
         return self._store.room - copying
 

@@ -1,5 +1,5 @@
-"""Levels: an engine's tier: evicted blocks in host memory, blocks worth keeping on disk, and blocks
-that a prefill engine computes for this one."""
+"""Levels: the tier of an engine. It combines host memory for evicted blocks, a disk, and blocks that
+a prefill engine computes for this one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def level_of(key: int) -> Level:
 class Levels:
     """Implements `core.kv.tier.Tier`.
 
-    Content in host memory belongs to a node of the prefix tree. Content on disk belongs to none,
-    and outlives the tree: it is found by the digest of its prefix. So is content that another
-    engine computes.
+    Content in host memory belongs to a node of the prefix tree. Content on disk belongs to none and
+    outlives the tree; it is found by the digest of its prefix, like content that another engine
+    computes.
 
     Args:
         memory: Drops everything if its capacity is 0.
@@ -76,7 +76,7 @@ class Levels:
         self._rates.note_refusal()
 
     def settle(self, tables: BlockTables, depth: int) -> None:
-        """See `Tier`. Blocks are not kept in a level that they would not be restored from."""
+        """See `Tier`. Skips levels from which blocks would not be restored."""
         if self.prefilling is not None:
             self.prefilling.settle(tables, depth)
         if self._rates.is_worthwhile(Level.MEMORY):

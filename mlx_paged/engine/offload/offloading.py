@@ -108,7 +108,7 @@ class Offloading:
         if receiver is not None:
             finalize(self, receiver.close)
         if store is not None:
-            # Also at the interpreter's exit: copied blocks are written.
+            # Also runs at interpreter exit, where it writes the copied blocks.
             finalize(self, store.close)
 
     def new_tier(self) -> Levels:
@@ -176,7 +176,7 @@ class Offloading:
 
     @property
     def has_other_formats(self) -> bool:
-        """True if the disk has no blocks of this model in this cache format, but in another."""
+        """True if the disk has blocks of this model only in other cache formats."""
         return self._store is not None and self._store.has_other_formats
 
     @property

@@ -1,5 +1,5 @@
-"""Restorer: restores blocks between steps: from host memory immediately, from disk by reading
-ahead, and from a prefill engine as they arrive."""
+"""Restorer: brings blocks back to the device between steps. It takes them from host memory
+immediately, reads ahead from disk, and waits for a prefill engine."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ class Restorer:
             self._learn(kv, moved, perf_counter() - began)
 
     def release_used(self) -> None:
-        """Gives back what was written, or was to be written before the writes were abandoned."""
+        """Releases the buffers of blocks that were written, or whose writes were abandoned."""
         while self._used:
             self._used.pop()()
 
     def _learn(self, kv: KVManager, moved: Counter[Level], seconds: float) -> None:
-        """Divides a time among the levels whose blocks were restored or awaited. The time of a
-        prefill engine does not count, because it computes meanwhile."""
+        """Charges a time to the levels whose blocks were restored or awaited. Waiting for a prefill
+        engine does not count, because it computes in the meantime."""
         num_bytes = moved.total()
         if num_bytes:
             for level, part in moved.items():
@@ -150,12 +150,12 @@ class Restorer:
                 data = memory[key]
             elif level is Level.REMOTE:
                 assert remote is not None
-                came = remote.take(key)
-                if came is None:
+                arrived_block = remote.take(key)
+                if arrived_block is None:
                     restoration.has_failed = remote.has_failed(key)
                     break
-                self._used.append(came.release)
-                data = np.frombuffer(came.data, dtype=np.uint8)
+                self._used.append(arrived_block.release)
+                data = np.frombuffer(arrived_block.data, dtype=np.uint8)
             else:
                 ahead = self._read_ahead(restoration, max_ahead)
                 if not ahead.reads:

@@ -97,7 +97,7 @@ class PoolerConfig:
         return cls(**found)
 
     def over(self, other: PoolerConfig) -> PoolerConfig:
-        """Returns this config, with open fields taken from another."""
+        """Returns this config with its None fields taken from another."""
         chosen = {f.name: getattr(self, f.name) for f in fields(self)}
         return PoolerConfig(**{n: getattr(other, n) if v is None else v for n, v in chosen.items()})
 
@@ -112,7 +112,7 @@ class PoolingParams:
         normalize: Scale the vector to length 1; None: as in the engine's `PoolerConfig`. For a
             model that classifies: convert its outputs to probabilities (None means yes).
         truncate_prompt_tokens: Keep only this many of the prompt's last tokens; -1 keeps as many as
-            the model takes; None keeps all. `LLM` truncates; `Engine` gets truncated prompts.
+            the model accepts; None keeps all. `LLM` truncates; `Engine` gets truncated prompts.
         truncation_side: "right" keeps the first tokens instead.
 
     Raises:
@@ -140,7 +140,7 @@ class PoolingParams:
             )
 
     def stop_policy(self) -> StopPolicy:
-        """A sequence ends with its prompt: the token after it is no part of the answer."""
+        """Ends a sequence with its prompt: the token after it is not part of the answer."""
         return StopPolicy(max_tokens=1, ignore_eos=True)
 
     def truncated(self, prompt: list[int], max_tokens: int) -> list[int]:

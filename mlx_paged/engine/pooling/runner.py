@@ -24,13 +24,13 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Classifier:
-    """Makes probabilities of a hidden state, one for each class."""
+    """Maps a hidden state to one probability per class."""
 
     head: ClassificationHead
 
     @classmethod
     def of(cls, model: PagedModel, token_ids: Sequence[int]) -> Classifier:
-        """A score: the sigmoid of one token's logit, or of the second one's against the first's."""
+        """Scores by the sigmoid of one token's logit, or of the second minus the first."""
         weights, biases = model.output_weights(token_ids)
         rows = np.array(weights).astype(np.float64)
         offsets = np.array(biases).astype(np.float64)
@@ -65,7 +65,7 @@ class PooledPrompt:
         num_tokens: Tokens of the prompt.
         config: The engine's pooler config, complete.
         params: The request's parameters.
-        classifier: Makes probabilities of the last state; None for an embedding.
+        classifier: Maps the last state to probabilities; None for an embedding.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PooledPrompt:
         self._parts: dict[int, tuple[int, FloatArray]] = {}  # by start: (end, sum or last state)
 
     def record(self, start: int, end: int, states: FloatArray) -> None:
-        """Takes the tokens `[start, end)`.
+        """Records the states of tokens `[start, end)`.
 
         Args:
             states: ``[hidden_size]`` float32: their sum, or the state of the last one.
@@ -124,8 +124,8 @@ class PooledPrompt:
 class LaunchedPooling(LaunchedStep):
     """A step of prompts to be pooled."""
 
-    indices: tuple[int, ...] = ()  # indices of the sequences that are pooled in it
-    pooled: mx.array | None = None  # [len(places), hidden_size] float32, seen as int32
+    indices: tuple[int, ...] = ()  # batch indices of the sequences that it pools
+    pooled: mx.array | None = None  # [len(indices), hidden_size] float32, viewed as int32
 
     @property
     def results(self) -> list[mx.array]:
@@ -136,15 +136,15 @@ class PoolingRunner(ModelRunner):
     """A runner without logits: the "token" of a sequence only says that its prompt is computed.
 
     Args:
-        model: it gives hidden states from now on, and no logits.
+        model: Returns hidden states instead of logits from now on.
         pooling_type: "LAST" or "MEAN".
-        windows: see `ModelRunner`.
+        windows: See `ModelRunner`.
 
     Attributes:
-        hidden_size: Numbers of a hidden state.
+        hidden_size: Size of a hidden state.
 
     Raises:
-        ValueError: see `PagedModel.keep_hidden_states`.
+        ValueError: See `PagedModel.keep_hidden_states`.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class ProcessEngine:
 
     @property
     def is_alive(self) -> bool:
-        """True if the engine takes requests."""
+        """True if the engine accepts requests."""
         return self._dead is None
 
     @property
