@@ -1,5 +1,5 @@
-"""Levels: the tier of an engine. It combines host memory for evicted blocks, a disk, and blocks that
-a prefill engine computes for this one."""
+"""Levels: the tier of an engine. It combines host memory for evicted blocks, a disk, and a prefill
+engine that computes blocks for this one."""
 
 from __future__ import annotations
 
