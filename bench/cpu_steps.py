@@ -85,7 +85,7 @@ def measure(name: str, rows: list[int], rounds: int, num_steps: int) -> list[dic
     engine = Engine(
         model, EngineConfig(kv_cache_memory=max(memory, 64 << 20), enable_prefix_caching=False)
     )
-    compiled = engine._executor._runner.model._compiled
+    compiled = engine._executor._runner.model._graph_runner
     results = []
     for count in rows:
         ways: dict[str, list[float]] = {"graph": [], "program": []}

@@ -229,7 +229,7 @@ class StepTimes:
 
     @property
     def num_graphs(self) -> int:
-        return len(self._engine._runner.model._compiled._graphs)
+        return len(self._engine._runner.model._graph_runner._graphs)
 
     def _timed_read(self) -> Any:
         start = time.perf_counter()

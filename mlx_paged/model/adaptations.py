@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.model.caches import KVHandle, PagedLayerCache, StepContext
-from mlx_paged.model.patches import Overrides
+from mlx_paged.model.overrides import Overrides
 from mlx_paged.model.rope_frequencies import LongRoPE
 
 
@@ -273,7 +273,7 @@ def _by_limit(kind: Any, context: StepContext) -> Callable[..., Any]:
     def call(self: Any, x: mx.array, offset: Any = 0) -> Any:
         longest = context.limit.longest
         is_short = context.active and longest is not None and longest <= self.original
-        return self.turn_short(x, offset) if is_short else kind.__call__(self, x, offset)
+        return self.rotate_short(x, offset) if is_short else kind.__call__(self, x, offset)
 
     return call
 

@@ -109,7 +109,7 @@ class BlockBytes(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Forgets all reads and writes that have not ended, after an interrupted step."""
+        """Drops all unfinished reads and writes, after an interrupted step."""
 
     def _current(self) -> list[list[Rows]]:
         """The parts of each group's blocks. Pools are replaced when their sizes change."""

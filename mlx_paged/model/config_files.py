@@ -28,7 +28,7 @@ def vocab_size(config: Mapping[str, Any]) -> int:
     """Token ids are below this.
 
     Raises:
-        KeyError: the config does not say.
+        KeyError: The config does not give it.
     """
     size = _find(config, _VOCAB_SIZE)
     if size is None:
@@ -37,7 +37,7 @@ def vocab_size(config: Mapping[str, Any]) -> int:
 
 
 def has_vocab_size(config: Mapping[str, Any]) -> bool:
-    """True if the config says it."""
+    """True if the config gives the vocabulary size."""
     return _find(config, _VOCAB_SIZE) is not None
 
 

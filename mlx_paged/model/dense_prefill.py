@@ -68,7 +68,7 @@ class Chunk:
     num_rows: int  # of all sequences
     num_sequences: int
     rows_before: int  # to add to each sequence, down to an aligned position
-    rows_behind: int
+    rows_after: int
     num_keys: int  # of each, up to an aligned position
     block_tables: mx.array  # [num_sequences, num_keys / block_size] int32
     context_lens: mx.array  # [num_sequences] int32
@@ -104,8 +104,8 @@ class Chunk:
     def _by_sequence(self, rows: mx.array) -> mx.array:
         """Pads ``[num_rows, heads, dim]`` to ``[num_sequences, heads, padded rows, dim]``."""
         rows = mx.unflatten(rows, 0, (self.num_sequences, self._rows))
-        if self.rows_before or self.rows_behind:
-            around = (self.rows_before, self.rows_behind)
+        if self.rows_before or self.rows_after:
+            around = (self.rows_before, self.rows_after)
             rows = mx.pad(rows, [(0, 0), around, (0, 0), (0, 0)])
         return rows.transpose(0, 2, 1, 3)
 
@@ -260,7 +260,7 @@ def _chunk(
         num_rows=count * rows,
         num_sequences=count,
         rows_before=(context - rows) % ALIGNMENT,
-        rows_behind=num_keys - context,
+        rows_after=num_keys - context,
         num_keys=num_keys,
         block_tables=block_tables,
         context_lens=lens,

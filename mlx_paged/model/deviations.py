@@ -17,8 +17,8 @@ import mlx.nn as nn
 
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.config_normalization import reference_of
-from mlx_paged.model.patches import overridden
-from mlx_paged.model.rope_frequencies import conform_rope, turns_of
+from mlx_paged.model.overrides import overridden
+from mlx_paged.model.rope_frequencies import conform_rope, wavelengths_of
 from mlx_paged.model.windows import install_windows
 
 #: Versions that the table applies to.
@@ -275,7 +275,7 @@ def _min_time_step(model: Any, config: Mapping[str, Any], reference: Any) -> boo
 def _norm_epsilon(model: Any, config: Mapping[str, Any], reference: Any) -> bool:
     """nanochat's norms and RoPE are functions of its module, with their own constants."""
     rope = config.get("rope_parameters") or {"rope_theta": model.args.rope_theta}
-    wavelengths, scale = turns_of(rope, 2 * model.layers[0].attn._rope_freqs.size, config)
+    wavelengths, scale = wavelengths_of(rope, 2 * model.layers[0].attn._rope_freqs.size, config)
     if scale != 1.0:
         raise UnsupportedModelError(
             str(config.get("model_type")),

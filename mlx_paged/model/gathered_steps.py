@@ -92,7 +92,7 @@ def run_in_groups(
 
 
 def _in_order(parts: Sequence[mx.array], indices: Sequence[np.ndarray]) -> mx.array:
-    """Joins rows of groups, in the order of their places."""
+    """Joins the rows of groups in the order of `indices`, their rows in the step."""
     return mx.concatenate(list(parts))[int32(np.argsort(np.concatenate(indices)))]
 
 

@@ -79,7 +79,10 @@ def _one_line(error: Exception) -> str:
 
 
 def make_model(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns the model with its weights, which keep their dtypes, and its config.
+    """Makes the model of a checkpoint; its weights keep their dtypes.
+
+    Returns:
+        The model and its config for mlx-lm.
 
     Raises:
         GGUFError: Weights are missing, unknown, or have other shapes.

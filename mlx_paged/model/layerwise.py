@@ -32,7 +32,7 @@ class LayerwiseSubmit:
 
     num_layers: int
     max_parts: int | None = None
-    _under_way: deque[mx.array] = field(default_factory=deque, init=False, compare=False)
+    _in_flight: deque[mx.array] = field(default_factory=deque, init=False, compare=False)
 
     def layer_built(self, layer: int, pool: mx.array, rows: mx.array) -> None:
         """Submits all layers up to `layer` if that ends a part.
@@ -46,9 +46,9 @@ class LayerwiseSubmit:
         mx.async_eval(pool)  # type: ignore[no-untyped-call]
         if self.max_parts is None:
             return
-        self._under_way.append(rows)
-        if len(self._under_way) > self.max_parts:
-            mx.eval(self._under_way.popleft())
+        self._in_flight.append(rows)
+        if len(self._in_flight) > self.max_parts:
+            mx.eval(self._in_flight.popleft())
 
     def attention_built(self, layer: int, out: mx.array) -> None:
         """Submits the attention of the first layer, because the device would otherwise idle until

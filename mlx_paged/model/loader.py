@@ -55,7 +55,7 @@ from mlx_paged.model.directory import (
 from mlx_paged.model.families import require_family
 from mlx_paged.model.mlx_lm_config import mlx_lm_config
 from mlx_paged.model.mlx_lm_weights import renaming
-from mlx_paged.model.patches import overridden
+from mlx_paged.model.overrides import overridden
 from mlx_paged.model.takes_media import MediaProcessor
 from mlx_paged.model.wide_embeddings import WideEmbedding, WideQuantizedEmbedding
 from mlx_paged.platform import is_cpu_default, is_out_of_memory, use_supported_device
@@ -72,8 +72,8 @@ class LoadedModel:
     """A model, its tokenizer, and the contents of ``config.json`` and ``generation_config.json``.
 
     Attributes:
-        media: Processor of its media; None if it takes text only.
-        media_reason: Why a multimodal checkpoint takes text only; None for text models.
+        media: Processor of its media; None if it accepts only text.
+        media_reason: Why a multimodal checkpoint accepts only text; None for text models.
         head: The layer that classifies texts, or None.
         dtype: The argument of `load`.
     """
@@ -162,9 +162,9 @@ def load(
         shard: Keeps a part of the weights before any are read; None keeps all.
 
     Raises:
-        InvalidParameterError: A generation config that cannot be read.
+        InvalidParameterError: The generation config cannot be read.
         ModelLoadError: The path, its weights or the hub cannot be read; it gives the reason.
-        UnsupportedModelError: A family that is not verified with the paged cache.
+        UnsupportedModelError: The family is not verified with the paged cache.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"dtype must be 'auto' or one of {sorted(DTYPES)} but got {dtype!r}")
@@ -255,11 +255,11 @@ def _load_gguf(
 
 
 def _load(name: str, *, lazy: bool = False) -> LoadedFiles:
-    """Like mlx-lm's `load`, also for models that embed or classify texts, which were saved without
-    their output projection.
+    """Loads a model like mlx-lm's `load`, but also those that embed or classify texts, whose files
+    have no output projection.
 
     Args:
-        lazy: Leave the weights in their files.
+        lazy: Leaves the weights in their files.
     """
     path = _download(name)
     config = load_config(path)

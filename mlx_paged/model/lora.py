@@ -22,7 +22,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_paged import kernels, ops
 from mlx_paged.model.caches import StepContext
 from mlx_paged.model.linear_parts import LinearPart, shape_of
-from mlx_paged.model.patches import Overrides
+from mlx_paged.model.overrides import Overrides
 from mlx_paged.model.sharding import Division, linear_layers
 from mlx_paged.platform import Platform
 
@@ -56,12 +56,12 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """The layers of a model that adapters may change, and why they may not change others.
+    """The layers of a model that adapters may change, and the reasons against the others.
 
     Attributes:
         linear: (in_features, out_features) by the module's path; of the whole layer, even where
             this rank holds a part of it.
-        refused: What kind of module it is, by path.
+        refused: Kinds of the other modules, by path.
     """
 
     linear: Mapping[str, tuple[int, int]]

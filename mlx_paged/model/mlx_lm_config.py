@@ -35,7 +35,7 @@ def mlx_lm_config(
     """Returns the config to give to mlx-lm for a ``config.json``.
 
     Args:
-        fill: see `normalize`.
+        fill: See `normalize`.
         has_head: The files have weights of an output projection. Without them, the text model of a
             multimodal model has tied embeddings; transformers 4 and 5 read different fields for
             that.

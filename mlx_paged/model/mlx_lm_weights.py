@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_paged.model.patches import overridden
+from mlx_paged.model.overrides import overridden
 
 Weights = dict[str, mx.array]
 

@@ -37,10 +37,9 @@ from mlx_paged.model.layout import (
 )
 from mlx_paged.model.lora import AdapterLayers, AdapterTargets, LowRank
 from mlx_paged.model.media import MediaFeatures, MediaInputs
+from mlx_paged.model.output_rows import OutputProjection, OutputRows
 from mlx_paged.model.pipeline import Stage
-from mlx_paged.model.plan import (
-    StepInputs,
-)
+from mlx_paged.model.plan import StepInputs
 from mlx_paged.model.recurrent import RecurrentCache
 from mlx_paged.model.sharding import Division
 from mlx_paged.model.step_output import StepOutput
@@ -68,7 +67,7 @@ class PagedModel:
         adapter_layers: The slots for adapters; None before `enable_adapters`.
         prunes_last_layer: True if the last layer of a step with prompts may leave out rows that are
             not sampled. All ranks must do the same.
-        parts_ahead: Layers of a large step that the host may be ahead of a GPU.
+        parts_ahead: Layers of a large step that the host may build ahead of the GPU.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class PagedModel:
         layout: CacheLayout,
         *,
         context: StepContext,
-        output_rows: patches.OutputRows,
+        output_rows: OutputRows,
         block_size: int,
         platform: Platform | None = None,
     ) -> None:
@@ -107,10 +106,10 @@ class PagedModel:
         self._attention_activations = "float32"
         self.parts_ahead = 1
         self.adapter_layers: AdapterLayers | None = None
-        self._compiled = self._make_compiled()
+        self._graph_runner = self._make_graph_runner()
         self._planner = self._make_planner()
 
-    def _make_compiled(self) -> GraphRunner:
+    def _make_graph_runner(self) -> GraphRunner:
         name = getattr(self.model, "model_type", "this model")
         return GraphRunner(
             self._run,
@@ -135,12 +134,12 @@ class PagedModel:
     @property
     def compilation(self) -> Compilation:
         """The current `Compilation` of its steps."""
-        return self._compiled.compilation
+        return self._graph_runner.compilation
 
     def limit_contexts(self, longest: int | None) -> None:
-        """Sets the maximum length of a sequence, before the first step.
+        """Sets the maximum length of a sequence. Call it before the first step.
 
-        LongRoPE uses the factors of short contexts if no context can be longer than those.
+        LongRoPE uses its short factors if no context can be longer than the original one.
 
         Args:
             longest: Tokens; None means the model's maximum.
@@ -181,7 +180,7 @@ class PagedModel:
         """
         self.release()
         # Compiled graphs must not keep the old pools alive.
-        self._compiled = self._make_compiled()
+        self._graph_runner = self._make_graph_runner()
         leaves: list[object] = []
         for i, spec in enumerate(self.layout.specs):
             if not self.layout.keeps(i):
@@ -229,7 +228,7 @@ class PagedModel:
         return self._output_rows.keep_hidden_states()
 
     @property
-    def output_projection(self) -> patches.OutputProjection | None:
+    def output_projection(self) -> OutputProjection | None:
         """The module that makes its logits; None if none does."""
         return self._output_rows.projection
 
@@ -266,10 +265,10 @@ class PagedModel:
         stage.limit(self.model, self._context)
 
     def output_weights(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Returns the weights for the logits of some tokens; see `OutputRows.weights_of`.
+        """Returns the output projection's weights for some tokens; see `OutputRows.weights_of`.
 
         Raises:
-            ValueError: Other ranks have some of them.
+            ValueError: The projection is divided among ranks.
         """
         path = next(p for p, m in self.model.named_modules() if m is self._output_rows.module)
         part = Division.of(self.model).parts.get(path)
@@ -292,7 +291,7 @@ class PagedModel:
             dtype: Dtype of the slots; "auto" is the dtype of the model's rows.
 
         Raises:
-            InvalidParameterError: Another dtype on a GPU, whose kernels take only that one.
+            InvalidParameterError: Another dtype on a GPU, whose kernels take only the model's.
         """
         own = self.layout.compute_dtype
         chosen: mx.Dtype = own if dtype == "auto" else getattr(mx, dtype)
@@ -328,7 +327,7 @@ class PagedModel:
         """
         assert self.adapter_layers is not None
         if self.adapter_layers.load(slot - 1, layers):
-            self._compiled.forget()
+            self._graph_runner.forget()
 
     # Pools.
 
@@ -338,14 +337,14 @@ class PagedModel:
         return self._attention
 
     def pools(self) -> list[mx.array]:
-        """The pools' arrays. They are available once a step has written everything."""
+        """Returns the pools' arrays, which are available once every write has run."""
         pools = [pool for c in self._attention for pool in (c.key_pool, c.value_pool)]
         return pools + [p.pool for c in self._states for p in c.pools if p is not None]
 
     @property
     def allocated_pools(self) -> Sequence[mx.array]:
-        """The pools as they were allocated, in the order of `pools`. They have the same memory, and
-        no pending work."""
+        """The pools' original handles, in the order of `pools`: the same memory without pending
+        work."""
         return self._allocated
 
     def restore(self, pools: Sequence[mx.array]) -> None:
@@ -382,7 +381,7 @@ class PagedModel:
 
     def resize(self, num_blocks: int, group_spec: KVCacheGroupSpec) -> None:
         """Changes the number of blocks of a group; keeps the contents of the first ones."""
-        self._compiled.forget()
+        self._graph_runner.forget()
         for index, cache in enumerate(self._attention):
             if cache.spec.group_spec != group_spec:
                 continue
@@ -431,8 +430,8 @@ class PagedModel:
         """Returns just the logits of `run`.
 
         Args:
-            may_repeat: False if the result depends on more than the arguments, such as on given
-                input embeddings.
+            may_repeat: False if the result depends on more than the arguments, such as on input
+                embeddings.
         """
         repetition = self.repetition_of(inputs, tokens.shape[0])
         if not may_repeat:
@@ -441,17 +440,18 @@ class PagedModel:
         return self.run(tokens, inputs, repetition).logits
 
     def run(self, tokens: mx.array, inputs: StepInputs, repetition: Repetition) -> StepOutput:
-        """``[num_rows]`` int32 tokens -> ``[len(logit_rows), vocab_size]`` logits, lazily.
-
-        A step with padding sequences has `Repetition.num_rows` rows of logits. With CUDA, any step
-        with prompts has further logits if `StepInputs.may_pad`.
-
-        After `keep_hidden_states`: -> ``[len(logit_rows), hidden_size]`` last hidden states, with
-        the model's final norm applied.
+        """Builds the graph of a step.
 
         Args:
+            tokens: ``[num_rows]`` int32.
             repetition: The result of `repetition_of`. It may have more rows than `inputs`; their
                 tokens do not matter.
+
+        Returns:
+            ``[len(logit_rows), vocab_size]`` logits, lazily. A step with padding sequences has
+            `Repetition.num_rows` rows of logits, and with CUDA, any step with prompts has extra
+            ones if `StepInputs.may_pad`. After `keep_hidden_states`, these are
+            ``[len(logit_rows), hidden_size]`` last hidden states, after the model's final norm.
 
         Raises:
             ValueError: A context exceeds `CacheLayout.max_context_len`, or the model does not take
@@ -476,7 +476,7 @@ class PagedModel:
             prunes_last_layer=self.prunes_last_layer,
         )
         before = self.pools()
-        output = self._compiled.run(tokens, step, before, repetition.repeat)
+        output = self._graph_runner.run(tokens, step, before, repetition.repeat)
         if output.pools is not before:  # A GPU's executable leaves the handles unchanged.
             self.restore(output.pools)
         return output
@@ -487,8 +487,8 @@ class PagedModel:
 
     @contextmanager
     def reading(self, step: Step) -> Iterator[None]:
-        """Lets another model attend to the pools within the context, as the rows of a step that
-        writes nothing."""
+        """Lets another model attend to the pools meanwhile, as the rows of a step that writes
+        nothing."""
         patches.ensure_installed()
         self._context.enter(step)
         try:
@@ -510,11 +510,11 @@ class PagedModel:
 
     def runs_program(self, num_rows: int) -> bool:
         """True if a step of this many decodes will probably become a GPU executable."""
-        return self._compiled.reads_once(num_rows)
+        return self._graph_runner.reads_once(num_rows)
 
     @property
     def padded_from(self) -> int | None:
-        """Minimum plain decodes that are padded to one of a few shapes; None: none are.
+        """Minimum number of plain decodes that are padded to one of a few shapes; None if none are.
 
         Each shape is compiled once. With few rows, padding rows would read the weights of experts
         that no other row needs.
@@ -564,7 +564,7 @@ class PagedModel:
             return Repetition(Repeat.NOT, num_rows, len(inputs.query_lens), False)
         padded_from = self.padded_from
         is_padded = padded_from is not None and num_rows >= padded_from
-        return self._compiled.repetition_of(
+        return self._graph_runner.repetition_of(
             num_rows,
             len(inputs.query_lens),
             len(inputs.logit_rows),

@@ -1,4 +1,4 @@
-"""Patches of mlx, mlx-lm and single modules of a model, so that its code runs paged.
+"""Rebinds functions of mlx and mlx-lm, so that the code of any model runs paged.
 
 - **The attention patch.** Every mlx-lm model (and ``mlx_lm.models.base``) looks up
   ``mx.fast.scaled_dot_product_attention`` when it is called, so one rebinding covers them all.
@@ -9,10 +9,9 @@
   no gradient and take no batch of sequences, so only the thread that builds a paged step uses them
   (or for GELU, an encoder's pass). The product with quantized weights has both, and replaces MLX's
   scalar code in every call on the CPU.
-- **Methods of single modules** (`Overrides`, `OutputRows`): the module keeps its place and its
-  parameters, and its class becomes a subclass of itself. mlx-lm's own classes do not change.
 
 Any other call, and any argument that a patch does not support, goes to the original function.
+Single modules of a model are changed by `model.overrides`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -32,7 +30,7 @@ from mlx.nn.layers import activations as mlx_activations
 from mlx_lm.models import activations, switch_layers
 
 from mlx_paged import ops
-from mlx_paged.model.caches import KVHandle, Scores, StepContext
+from mlx_paged.model.caches import KVHandle, Scores
 from mlx_paged.model.towers import TowerOps
 from mlx_paged.platform import Platform, is_cpu_default
 
@@ -131,7 +129,7 @@ class _Building(threading.local):
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # that `ops.linear` supports
     activations: str = "float32"  # of products on the CPU
-    by_rows: bool | int = False  # leading rows whose sums must not depend on the others; True: all
+    by_rows: bool | int = False  # leading rows whose sums do not depend on the others; True: all
     tower: TowerOps | None = None  # set while a tower is built instead, on the CPU
 
 
@@ -155,8 +153,7 @@ def native_ops(
 
     Args:
         positions: ``[num_rows]`` int32: the array that the model's RoPE gets as its offset.
-        activations: Rounding of the inputs of `ops.linear` and `ops.quantized_linear` on the CPU.
-        by_rows: See these.
+        activations, by_rows: See `ops.linear` and `ops.quantized_linear`; only for the CPU.
         platform: The device of the step; None means MLX's default device.
     """
     platform = platform or Platform.current()
@@ -236,7 +233,7 @@ def _inv_freqs_of(dims: int, base: float | None) -> mx.array:
     return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(base) / half))
 
 
-def _turned(
+def _rotated(
     a: mx.array, dims: int, positions: mx.array, inv_freqs: mx.array, traditional: bool
 ) -> mx.array:
     """RoPE of ``[num_rows, num_heads, 1, head_dim]`` in MLX's own operations, in float32."""
@@ -246,9 +243,9 @@ def _turned(
     half = dims // 2
     u, v = (x[..., ::2], x[..., 1::2]) if traditional else (x[..., :half], x[..., half:])
     pairs = [u * cos - v * sin, u * sin + v * cos]
-    turned = mx.stack(pairs, -1).flatten(-2) if traditional else mx.concatenate(pairs, -1)
-    turned = turned.astype(a.dtype)
-    return mx.concatenate([turned, a[..., dims:]], -1) if dims < a.shape[-1] else turned
+    rotated = mx.stack(pairs, -1).flatten(-2) if traditional else mx.concatenate(pairs, -1)
+    rotated = rotated.astype(a.dtype)
+    return mx.concatenate([rotated, a[..., dims:]], -1) if dims < a.shape[-1] else rotated
 
 
 def rope(
@@ -264,7 +261,7 @@ def rope(
 ) -> mx.array:
     """``mx.fast.rope``; native for a step's rows at their own positions.
 
-    On CUDA, some shapes use MLX's, unless its kernel cannot start.
+    On CUDA, some shapes use MLX's kernel, or its operations where that kernel cannot start.
     """
     rotations = _building.rotations
     if (
@@ -286,7 +283,7 @@ def rope(
     if _building.on_cuda and _too_narrow_for_cuda(a, dims, offset):
         assert isinstance(offset, mx.array)
         inv_freqs = 1 / freqs if freqs is not None else _inv_freqs_of(dims, base)
-        return _turned(a, dims, scale * offset, inv_freqs, traditional)
+        return _rotated(a, dims, scale * offset, inv_freqs, traditional)
     return _mlx_rope(
         a,
         dims,
@@ -612,150 +609,3 @@ def _rebind_swiglu(*, paged: bool) -> None:
         original = _swiglus.get(name.partition(".models.")[0])
         if original is not None and vars(module).get("swiglu") in (original, swiglu):
             module.swiglu = swiglu if paged else original  # type: ignore[attr-defined]
-
-
-# --- Single modules of a model --------------------------------------------------------------------
-
-
-def overridden(base: type, method: str, function: Callable[..., Any]) -> type:
-    """Returns a subclass with the same name and module, and another method."""
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (base,), {method: function, **names})
-
-
-class Overrides:
-    """The replaced attributes of one model."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[nn.Module, type]] = []
-
-    def replace(self, module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-        """Makes `function(module, *args)` the module's method."""
-        base = type(module)
-        self._before.append((module, base))
-        module.__class__ = overridden(base, method, function)
-
-    def undo(self) -> None:
-        """Restores everything."""
-        for module, base in reversed(self._before):
-            module.__class__ = base
-        self._before = []
-
-
-@dataclass(frozen=True)
-class OutputProjection:
-    """The module, and its method, that compute logits from hidden states."""
-
-    module: nn.Module
-    method: str  # "__call__" or "as_linear"
-
-
-_PROJECTIONS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-
-
-class OutputRows:
-    """Limits a model's logits to the rows of `step.logit_rows` while a step is built.
-
-    A step has a row for every token, but only the last row of a sequence is sampled, and the output
-    projection is the widest layer of most models. The rows are gathered just before it, whichever
-    module that is: `lm_head`, or the embedding's `as_linear` if the two are tied.
-
-    It can also return the hidden states of these rows (`keep_hidden_states`).
-
-    Args:
-        projection: None for a model whose logits come from no module; then all rows are projected,
-            and selected afterwards.
-    """
-
-    def __init__(self, projection: OutputProjection | None, context: StepContext) -> None:
-        self._context = context
-        self._projection = projection
-        self._keeps_hidden = False
-        self._hidden: mx.array | None = None  # of the forward that is being built
-        #: Called with the hidden states of all rows; see `model.taps`.
-        self.on_hidden: Callable[[mx.array], None] | None = None
-        if projection is not None:
-            self._override(projection.module, projection.method)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module that makes the logits; None if no module does."""
-        return None if self._projection is None else self._projection.module
-
-    @property
-    def projection(self) -> OutputProjection | None:
-        """The module that makes the logits."""
-        return self._projection
-
-    @property
-    def keeps_hidden(self) -> bool:
-        """True if the rows are hidden states instead of logits."""
-        return self._keeps_hidden
-
-    def keep_hidden_states(self) -> int:
-        """Returns the inputs of the projection from now on, instead of logits.
-
-        Returns:
-            The size of the hidden states.
-
-        Raises:
-            ValueError: The projection's inputs may not be the model's last hidden states.
-        """
-        module = None if self._projection is None else self._projection.module
-        if not isinstance(module, _PROJECTIONS):
-            made = "no module" if module is None else f"a module of type {type(module).__name__}"
-            raise ValueError(
-                f"its logits are made by {made}, and hidden states are taken only from models that "
-                "make them by a linear layer or by their embedding"
-            )
-        self._keeps_hidden = True
-        width = int(module.weight.shape[-1])
-        # A quantized one packs its weights into uint32.
-        return width * 32 // module.bits if "scales" in module else width
-
-    def weights_of(self, token_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Returns the projection's weights for some tokens. Call `keep_hidden_states` first.
-
-        Returns:
-            ``[len(token_ids), hidden_size]`` weights and ``[len(token_ids)]`` biases, float32.
-        """
-        assert self._projection is not None and self._keeps_hidden
-        module, at = self._projection.module, mx.array(list(token_ids))
-        weights = module["weight"][at]
-        if "scales" in module:
-            biases = module["biases"][at] if module.get("biases") is not None else None
-            weights = mx.dequantize(
-                weights,
-                module["scales"][at],
-                biases,
-                group_size=module.group_size,
-                bits=module.bits,
-                mode=module.mode,
-            )
-        bias = module["bias"][at] if "bias" in module else mx.zeros((len(token_ids),))
-        return weights.astype(mx.float32), bias.astype(mx.float32)
-
-    def finish(self, logits: mx.array) -> mx.array:
-        """Selects ``[num_samples, vocab_size]`` or ``[.., hidden_size]`` of the model's output."""
-        if self._keeps_hidden:
-            hidden, self._hidden = self._hidden, None
-            assert hidden is not None, "the forward did not reach the output projection"
-            return hidden.reshape(-1, hidden.shape[-1])
-        logits = logits.reshape(-1, logits.shape[-1])
-        return logits if self._projection is not None else self._context.step.select(logits)
-
-    def _override(self, module: Any, method: str) -> None:
-        base, context, rows = type(module), self._context, self
-
-        def project_selected(self: Any, x: mx.array) -> mx.array:
-            if context.active:
-                if rows.on_hidden is not None:
-                    rows.on_hidden(x)
-                x = context.step.select(x.reshape(-1, 1, x.shape[-1]))
-                if rows._keeps_hidden:
-                    rows._hidden = x
-                    # A placeholder for the rest of the model; nothing evaluates it.
-                    return mx.zeros((*x.shape[:-1], self.weight.shape[0]), x.dtype)
-            return getattr(base, method)(self, x)  # Looked up now, because `install` rebinds it.
-
-        module.__class__ = overridden(base, method, project_selected)

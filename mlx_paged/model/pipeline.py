@@ -26,7 +26,7 @@ from mlx_lm.utils import dequantize_model
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.caches import KVHandle, StepContext
 from mlx_paged.model.layout import UnusedSpec
-from mlx_paged.model.patches import Overrides
+from mlx_paged.model.overrides import Overrides
 from mlx_paged.model.sharding import Division, linear_layers
 from mlx_paged.model.takes_media import TakesMedia
 
@@ -66,21 +66,21 @@ class Stage:
     def limit(self, model: nn.Module, context: StepContext) -> None:
         """Makes steps run the layers of this rank only."""
         overrides = Overrides()
-        for number, layer in enumerate(model.layers):
-            overrides.replace(layer, "__call__", self._in_turn(type(layer), number, context))
+        for index, layer in enumerate(model.layers):
+            overrides.replace(layer, "__call__", self._staged_call(type(layer), index, context))
 
-    def _in_turn(self, base: type, number: int, context: StepContext) -> Callable[..., Any]:
+    def _staged_call(self, base: type, index: int, context: StepContext) -> Callable[..., Any]:
         stage, rank, size = self, self.group.rank(), self.group.size()
 
         def call(self: Any, x: mx.array, *args: Any, **options: Any) -> Any:
             if not context.active:
                 return base.__call__(self, x, *args, **options)
-            if not stage.first <= number < stage.end:
+            if not stage.first <= index < stage.end:
                 return x
-            if number == stage.first:
+            if index == stage.first:
                 x = stage._exchanged(x, range(rank))
             x = base.__call__(self, x, *args, **options)
-            if number == stage.end - 1:
+            if index == stage.end - 1:
                 x = stage._exchanged(x, range(rank, size))
             return x
 
@@ -140,7 +140,7 @@ def _drop_weights(layer: nn.Module) -> None:
 class _Call(NamedTuple):
     """A layer's call in an observed step."""
 
-    number: int
+    layer: int  # its index
     x: mx.array
     result: Any
     leaves: frozenset[int]  # of the cache tree
@@ -183,23 +183,23 @@ def _observed(paged: PagedModel, build_step: Callable[[], object]) -> list[_Call
         raise ValueError(f"it runs {paged.layout.mode}")
     calls: list[_Call] = []
 
-    def recorded(base: type, number: int) -> Callable[..., Any]:
+    def recorded(base: type, index: int) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **options: Any) -> Any:
             if not args:
                 raise ValueError("its layers take hidden states by name")
             result = base.__call__(self, *args, **options)
-            numbers = {id(leaf): i for i, leaf in enumerate(_leaves(paged.caches))}
+            indices = {id(leaf): i for i, leaf in enumerate(_leaves(paged.caches))}
             given = list(_leaves([*args[1:], *options.values()]))
-            leaves = frozenset(numbers[id(leaf)] for leaf in given if id(leaf) in numbers)
+            leaves = frozenset(indices[id(leaf)] for leaf in given if id(leaf) in indices)
             reads_others = any(isinstance(each, KVHandle) for each in given)
-            calls.append(_Call(number, args[0], result, leaves, reads_others))
+            calls.append(_Call(index, args[0], result, leaves, reads_others))
             return result
 
         return call
 
     overrides = Overrides()
-    for number, layer in enumerate(paged.model.layers):
-        overrides.replace(layer, "__call__", recorded(type(layer), number))
+    for index, layer in enumerate(paged.model.layers):
+        overrides.replace(layer, "__call__", recorded(type(layer), index))
     try:
         build_step()
     finally:
@@ -209,7 +209,7 @@ def _observed(paged: PagedModel, build_step: Callable[[], object]) -> list[_Call
 
 def _check_chain(calls: Sequence[_Call], num_layers: int) -> None:
     """Raises ValueError unless each layer gets what the one before it returned, and its caches."""
-    if [call.number for call in calls] != list(range(num_layers)):
+    if [call.layer for call in calls] != list(range(num_layers)):
         raise ValueError("it does not call each of its layers once, in their order")
     for call in calls:
         if not isinstance(call.result, mx.array):

@@ -180,10 +180,10 @@ class StepInputs:
             from media.
         adapters: ``[num_rows]``: the slot of each row's adapter, from 1; 0 for none. None if no row
             has one.
-        may_pad: True if the caller ignores further logits, which come last: those of further rows
-            that a step of decodes gets (`PagedModel.padded_from`), and with CUDA also of rows of
-            its own that a step with prompts repeats.
-        splits_drafts: True if drafts are sequences of their own, over the blocks of their sequence.
+        may_pad: True if the caller ignores extra logits, which come last: those of rows that are
+            added to a step of decodes (`PagedModel.padded_from`), and with CUDA also those of the
+            last row, which a step with prompts repeats.
+        splits_drafts: True if drafts are separate sequences, over the blocks of their sequence.
     """
 
     context_lens: np.ndarray
@@ -200,19 +200,19 @@ class StepInputs:
     splits_drafts: bool = False
 
     def padded(self, num_sequences: int) -> StepInputs:
-        """Returns a step with further sequences, up to `num_sequences`, and as many logits.
+        """Returns the step with empty sequences added, up to `num_sequences` sequences and logits.
 
-        They have no tokens. The caller ignores the further logits, whose rows may be any.
+        The caller ignores the added logits, which may be those of any rows.
         """
-        more = num_sequences - len(self.query_lens)
-        none = np.zeros(more, dtype=np.int64)
+        num_added = num_sequences - len(self.query_lens)
+        zeros = np.zeros(num_added, dtype=np.int64)
 
         def longer(tables: Tables) -> PaddedTables:
             if not isinstance(tables, PaddedTables):
                 tables = PaddedTables.of(tables)
-            empty = np.zeros((more, tables.blocks.shape[1]), dtype=np.int32)
+            empty = np.zeros((num_added, tables.blocks.shape[1]), dtype=np.int32)
             return PaddedTables(
-                np.concatenate([tables.blocks, empty]), np.concatenate([tables.lengths, none])
+                np.concatenate([tables.blocks, empty]), np.concatenate([tables.lengths, zeros])
             )
 
         if isinstance(self.tables, Mapping):
@@ -225,11 +225,11 @@ class StepInputs:
             tables = longer(self.tables)
         features = self.features
         if features is not None:
-            features = mx.pad(features, [(0, more)] + [(0, 0)] * (features.ndim - 1))
+            features = mx.pad(features, [(0, num_added)] + [(0, 0)] * (features.ndim - 1))
         return replace(
             self,
-            context_lens=np.concatenate([self.context_lens, none]),
-            query_lens=np.concatenate([self.query_lens, none]),
+            context_lens=np.concatenate([self.context_lens, zeros]),
+            query_lens=np.concatenate([self.query_lens, zeros]),
             tables=tables,
             logit_rows=np.append(
                 self.logit_rows, np.arange(len(self.logit_rows), num_sequences, dtype=np.int64)
@@ -464,7 +464,9 @@ class StatePlan:
     """Cuts the rows of a step into equal-length groups, as recurrent layers need them."""
 
     groups: tuple[SequenceGroup, ...]
-    order: mx.array | None  # [num_rows] int32: place of each row among the groups'; None: in order
+    order: (
+        mx.array | None
+    )  # [num_rows] int32: index of each row in all groups' rows; None: the same
 
 
 def build_state_plan(query_lens: Sequence[int] | np.ndarray, slots: StateSlots) -> StatePlan:

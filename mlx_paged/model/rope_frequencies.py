@@ -27,7 +27,7 @@ class ScaledRoPE(nn.Module):  # type: ignore[misc]
 
     Args:
         dims: Rotated dims of a head; later ones stay.
-        wavelengths: ``[dims / 2]``: positions for a rotation by one radian.
+        wavelengths: ``[dims / 2]``: positions per radian.
         scale: Scale of the rotated dims.
     """
 
@@ -39,9 +39,9 @@ class ScaledRoPE(nn.Module):  # type: ignore[misc]
         self._freqs = mx.array(wavelengths.astype(np.float32))
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        return self._turn(x, offset, self._freqs, self.scale)
+        return self._rotate(x, offset, self._freqs, self.scale)
 
-    def _turn(self, x: mx.array, offset: Any, wavelengths: mx.array, scale: float) -> mx.array:
+    def _rotate(self, x: mx.array, offset: Any, wavelengths: mx.array, scale: float) -> mx.array:
         if scale != 1.0:
             x = x.at[..., : self.dims].multiply(scale)
         return mx.fast.rope(
@@ -77,17 +77,17 @@ class LongRoPE(ScaledRoPE):
         self._short_freqs = mx.array(short[0].astype(np.float32))
         self.short_scale = short[1]
 
-    def turn_short(self, x: mx.array, offset: Any = 0) -> mx.array:
+    def rotate_short(self, x: mx.array, offset: Any = 0) -> mx.array:
         """Rotates like `__call__`, for contexts up to `original` tokens."""
-        return self._turn(x, offset, self._short_freqs, self.short_scale)
+        return self._rotate(x, offset, self._short_freqs, self.short_scale)
 
 
 def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | None) -> list[str]:
     """Replaces the modules that differ from a normalized text config; returns their paths.
 
     Args:
-        part: Rotated part of a head if the config has none, for a model whose modules ignore the
-            config; None for others.
+        part: Rotated part of a head if the config gives none, for a model whose modules ignore the
+            config; None for other models.
 
     Raises:
         UnsupportedModelError: The config has an unknown scaling.
@@ -103,17 +103,17 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | N
         (index, layer, path, module)
         for index, layer in enumerate(layers)
         for path, module in layer.named_modules()
-        if path and _turns(module) is not None
+        if path and _rope_of(module) is not None
     ]
     for index, layer, path, module in found:
-        now = _turns(module)
-        assert now is not None
+        current = _rope_of(module)
+        assert current is not None
         parameters, layer_kind = given, kinds[index] if index < len(kinds) else None
         if nested:
             parameters = given.get(layer_kind)  # type: ignore[assignment]
         if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
             continue
-        dims, wavelengths, scale, traditional = now
+        dims, wavelengths, scale, traditional = current
         if part is not None:
             own = config.get("swa_head_dim") if layer_kind == "sliding_attention" else None
             head_dim = own or config["head_dim"]
@@ -137,12 +137,14 @@ def conform_rope(model: nn.Module, config: Mapping[str, Any], *, part: float | N
         else:
             truncate = given.get("truncate", True)
             original = int(parameters.get("original_max_position_embeddings") or 0)
-            expected, factor = turns_of(parameters, dims, config, truncate=truncate)
+            expected, factor = wavelengths_of(parameters, dims, config, truncate=truncate)
             if kind == "longrope" and (config.get("max_position_embeddings") or 0) > original:
                 base = float(parameters["rope_theta"]) ** (np.arange(0, dims, 2) / dims)
                 short = _longrope(parameters, base, config, is_short=True)
                 new = LongRoPE(dims, (expected, factor), short, original, traditional)
-            elif dims == now[0] and _close(expected, wavelengths) and math.isclose(factor, scale):
+            elif (
+                dims == current[0] and _close(expected, wavelengths) and math.isclose(factor, scale)
+            ):
                 continue
             else:
                 new = ScaledRoPE(dims, expected, factor, traditional)
@@ -172,7 +174,7 @@ def _same_fields(module: nn.Module, new: nn.Module) -> bool:
     )
 
 
-def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
+def _rope_of(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
     """Rotated dims, wavelengths, scale, and layout of a RoPE module; None for other modules."""
     if type(module) is nn.RoPE:
         exponents = np.arange(0, module.dims, 2) / module.dims
@@ -199,7 +201,7 @@ def _turns(module: nn.Module) -> tuple[int, np.ndarray, float, bool] | None:
     return None
 
 
-def turns_of(
+def wavelengths_of(
     parameters: Mapping[str, Any], dims: int, config: Mapping[str, Any], *, truncate: bool = True
 ) -> tuple[np.ndarray, float]:
     """Returns the wavelengths ``[dims / 2]`` in float64, and the scale of the rotated dims."""
@@ -215,9 +217,9 @@ def turns_of(
     if kind == "longrope":
         return _longrope(parameters, plain, config)
     if kind == "proportional":
-        turned = int(parameters.get("partial_rotary_factor", 1.0) * dims // 2)
+        num_rotated = int(parameters.get("partial_rotary_factor", 1.0) * dims // 2)
         found = np.full(dims // 2, np.inf)
-        found[:turned] = plain[:turned] * parameters.get("factor", 1.0)
+        found[:num_rotated] = plain[:num_rotated] * parameters.get("factor", 1.0)
         return found, 1.0
     return plain, 1.0
 
@@ -225,8 +227,8 @@ def turns_of(
 def _llama3(parameters: Mapping[str, Any], plain: np.ndarray) -> np.ndarray:
     factor, length = parameters["factor"], parameters["original_max_position_embeddings"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    turns = length / (2 * math.pi * plain)  # in the original context
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    rotations = length / (2 * math.pi * plain)  # in the original context
+    smooth = np.clip((rotations - low) / (high - low), 0, 1)
     return plain / ((1 - smooth) / factor + smooth)
 
 
@@ -249,8 +251,8 @@ def _yarn(
         first, second = parameters.get("mscale"), parameters.get("mscale_all_dim")
         scale = magnitude(first) / magnitude(second) if first and second else magnitude(1.0)
 
-    def dim_of(turns: float) -> float:
-        return dims * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def dim_of(rotations: float) -> float:
+        return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low = dim_of(parameters.get("beta_fast") or 32)
     high = dim_of(parameters.get("beta_slow") or 1)
@@ -268,9 +270,9 @@ def _longrope(
     *,
     is_short: bool = False,
 ) -> tuple[np.ndarray, float]:
-    """Returns the factors of contexts beyond the original length, or of those up to it.
+    """Returns wavelengths and scale for contexts beyond the original length, or for shorter ones.
 
-    A model without longer contexts uses those up to it.
+    A model without longer contexts uses the latter.
     """
     length = parameters["original_max_position_embeddings"]
     longest = config.get("max_position_embeddings") or length

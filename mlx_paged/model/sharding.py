@@ -32,7 +32,7 @@ from mlx_paged.model.linear_parts import LINEAR, LinearPart, NumberedOutputs
 #: Families that mlx-lm has a `shard()` for, and that cannot use it here.
 REFUSED: dict[str, str] = {
     "minimax_m3_vl": "its sparse attention gives other logits when its heads are divided",
-    "prism_hadamard_qwen35": "its rotated layers are none that mlx-lm's shard() can divide",
+    "prism_hadamard_qwen35": "mlx-lm's shard() cannot divide its rotated layers",
 }
 
 # Attributes of mlx-lm's modules. Each file has its own names.
@@ -128,7 +128,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _divide_heads(module: nn.Module, size: int) -> None:
     """Checks the heads of an attention layer, and repeats those of keys and values if needed.
 
-    mlx-lm divides them without a check, and a model of other heads would give wrong answers.
+    mlx-lm divides them unchecked, and a count that is no multiple would give wrong answers.
     """
     for name in _HEADS:
         count = getattr(module, name, None)

@@ -65,7 +65,7 @@ class _Reading(NamedTuple):
 
 
 class _Words:
-    """A pool as one that `ops.write_kv` takes, over the same memory.
+    """A view of a pool in a form that `ops.write_kv` takes.
 
     Whole blocks are written as raw words with any contents (such as packed codes and scales): a
     block counts as a few "tokens" whose "keys" are words.
@@ -86,7 +86,7 @@ class _Words:
             if rest or not dim:
                 raise NoAccessError(
                     f"the keys of a block and a layer have {row_bytes} bytes, which is no multiple "
-                    f"of {_TOKENS * 8 * 2}; with block_size 32 they do"
+                    f"of {_TOKENS * 8 * 2}; with block_size 32 it is"
                 )
             words = pool.reshape(rows.num_rows, -1).view(word)
             self.array = words.reshape(rows.num_rows, _TOKENS, width // dim, dim)
@@ -108,9 +108,9 @@ class _Run(NamedTuple):
 
     Attributes:
         parts: Their indexes among the parts of the block.
-        begin, step: The first part's place in a block, and the distance to the next one, in words
-            of 4 bytes.
-        width: Words of each.
+        begin, step: Offset of the first part in a block, and distance to the next one, in words of
+            4 bytes.
+        width: Words of each part.
     """
 
     parts: Sequence[int]
@@ -134,14 +134,14 @@ def _runs_of(parts: Sequence[Rows]) -> list[_Run]:
     for index, part in enumerate(parts):
         by_size.setdefault(part.end - part.begin, []).append(index)
     runs = []
-    for size, indexes in by_size.items():
-        while indexes:
-            begins = [parts[index].begin for index in indexes]
+    for size, indices in by_size.items():
+        while indices:
+            begins = [parts[index].begin for index in indices]
             step, count = (begins[1] - begins[0] if len(begins) > 1 else size), 1
             while count < len(begins) and begins[count] - begins[count - 1] == step:
                 count += 1
-            runs.append(_Run(indexes[:count], begins[0] // 4, step // 4, size // 4))
-            indexes = indexes[count:]
+            runs.append(_Run(indices[:count], begins[0] // 4, step // 4, size // 4))
+            indices = indices[count:]
     return runs
 
 

@@ -163,7 +163,7 @@ class StateArrays:
         return [State(batch, row) for row in range(num_seqs)]
 
     def joined(self, states: Sequence[State]) -> Arrays:
-        """Returns the ``[len(states), ...]`` arrays of each cache; None for all without states."""
+        """Returns the ``[len(states), ...]`` arrays of each cache, all None without states."""
         if not states:
             return [[None] * len(spec.shapes) for spec in self.specs]
         if len(states) == states[0].batch.size and [s.row for s in states] == [*range(len(states))]:
@@ -244,21 +244,21 @@ class ArrayStateCache(RecurrentCache):
     Several modules of a layer may use it; each has its own entry.
     """
 
-    def __init__(self, spec: StateSpec, number: int, states: StateArrays) -> None:
+    def __init__(self, spec: StateSpec, cache_index: int, states: StateArrays) -> None:
         ArraysCache.__init__(self, len(spec.shapes))
         self.spec = spec
         self.pools = []
-        self._number = number
+        self._cache_index = cache_index
         self._source = states
         self._group: SequenceGroup | None = None
         self._states: dict[int, mx.array] = {}
         self._changed: set[int] = set()
 
     def _read(self, index: int, group: SequenceGroup) -> mx.array | None:
-        return self._source.read(self._number, index, group)
+        return self._source.read(self._cache_index, index, group)
 
     def _keep(self, index: int, state: mx.array, group: SequenceGroup) -> None:
-        self._source.write(self._number, index, group, state)
+        self._source.write(self._cache_index, index, group, state)
 
 
 def fitted(

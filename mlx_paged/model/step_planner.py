@@ -154,8 +154,8 @@ class StepPlanner:
     def plan_reading(self, inputs: StepInputs) -> Step:
         """Plans a step for `PagedModel.reading`.
 
-        The keys of its tokens are not in the pools. A row is at the position before its token's. A
-        window counts the token, so it has one key less.
+        The keys of its tokens are not in the pools. A row has the position before its token's. A
+        window includes the token, so it covers one key less.
         """
         num_sequences, num_rows = len(inputs.query_lens), int(inputs.query_lens.sum())
         step = self.plan(inputs, Repetition(Repeat.NOT, num_rows, num_sequences, False))
@@ -176,7 +176,10 @@ class StepPlanner:
     def _selected(
         self, inputs: StepInputs, wanted: np.ndarray, logit_rows: mx.array
     ) -> LastLayerPruning | None:
-        """For steps of prompts, whose sequences are sampled at their ends."""
+        """Plans the last layer for the sampled rows only; None if that is impossible.
+
+        It is possible where each of these rows is the last one of its sequence.
+        """
         if not self._attention:
             return None
         ends = np.cumsum(inputs.query_lens)

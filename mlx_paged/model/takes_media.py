@@ -42,7 +42,7 @@ class TakesMedia(ABC):
     @property
     @abstractmethod
     def sees_within_windows(self) -> bool:
-        """True if they do so only within the windows of layers with one; all other layers are
+        """True if they do so only in layers with a window, and within it; all other layers are
         causal."""
 
     @property
@@ -62,7 +62,7 @@ class TakesMedia(ABC):
 class MediaProcessor(Protocol):
     """Makes the tokens of prompts with media, and their encoder inputs. Any thread may use it.
 
-    Text code uses no more of it than this.
+    This is the part that code for text uses.
     """
 
     @property
@@ -74,7 +74,7 @@ class MediaProcessor(Protocol):
         """True if RoPE uses time, height and width."""
 
     def with_options(self, options: Mapping[str, Any]) -> MediaProcessor:
-        """Returns the same with these keyword arguments for the checkpoint's processor."""
+        """Returns a copy that passes these keyword arguments to the checkpoint's processor."""
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """Returns the tokens of a prompt without media."""

@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.model.caches import StepContext
-from mlx_paged.model.patches import OutputRows, overridden
+from mlx_paged.model.output_rows import OutputRows
+from mlx_paged.model.overrides import overridden
 
 #: Layer id of the states after the final norm, which the output projection reads.
 FINAL = -1
@@ -20,8 +21,8 @@ class Taps:
 
     Args:
         model: An mlx-lm model; the classes of its layers are changed.
-        layer_ids: Layers whose inputs are recorded, by number from 0. The number of layers stands
-            for the output of the last one, and `FINAL` for its output after the final norm.
+        layer_ids: Indices of the layers whose inputs are recorded. The number of layers stands for
+            the output of the last one, and `FINAL` for its output after the final norm.
 
     Raises:
         ValueError: The model has no such layer.

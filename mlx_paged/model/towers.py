@@ -17,7 +17,7 @@ from mlx_paged.model.plan import build_plan
 _BLOCK = 64
 # Fewer rows than this are a prompt's tokens or a resampler's, not worth a plan.
 _MIN_ROWS = 16
-_MAX_WIDTH = 256  # of a head; it is filled up with zeros to a multiple of eight
+_MAX_WIDTH = 256  # of a head, which is padded with zeros to a multiple of eight
 
 
 class TowerOps:

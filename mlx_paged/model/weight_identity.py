@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from mlx_paged import runtime
 
-_SMALL = 1 << 16  # bytes
+_SMALL = 1 << 16  # maximum bytes of arrays that are compared by value
 
 
 class Weights:

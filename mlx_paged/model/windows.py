@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from mlx_paged.model.patches import overridden
+from mlx_paged.model.overrides import overridden
 
 
 def install_windows(model: nn.Module, windows: Sequence[int | None]) -> None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.model.patches import overridden
+from mlx_paged.model.overrides import overridden
 from mlx_paged.multimodal import deepseek_vl
 
 #: The versions in which the deviations were found.

@@ -19,7 +19,7 @@ from mlx_lm.models import cache as mlx_lm_caches
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.families import Family
 from mlx_paged.model.media import MediaFeatures, MediaInputs, MediaRows
-from mlx_paged.model.patches import overridden
+from mlx_paged.model.overrides import overridden
 from mlx_paged.model.recurrent import StateArrays
 from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.multimodal.families import MediaFamily

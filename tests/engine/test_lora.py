@@ -195,7 +195,7 @@ def test_steps_without_adapters_are_the_same_graphs(adapters: list[Path]) -> Non
     assert logprobs(llm) == plain
     llm.generate(PROMPTS, GREEDY, lora_request=requests_of(adapters)[1])
     assert logprobs(llm) == plain
-    kept = llm.engine._runner.model._compiled._graphs
+    kept = llm.engine._runner.model._graph_runner._graphs
     llm.generate(PROMPTS, GREEDY)
     assert kept, "the steps were compiled"
 

@@ -176,11 +176,11 @@ class Answers:
         self.after, self.value, self.at = after, value, at
 
     def __enter__(self) -> Answers:
-        self.paged.model, self.paged._compiled = self, GraphRunner(self.paged._run)
+        self.paged.model, self.paged._graph_runner = self, GraphRunner(self.paged._run)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.paged.model, self.paged._compiled = self.model, GraphRunner(self.paged._run)
+        self.paged.model, self.paged._graph_runner = self.model, GraphRunner(self.paged._run)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits = self.model(tokens, cache=cache)

@@ -65,7 +65,7 @@ class Programs:
         runner = llm.engine._runner
         run_as_on(runner.model, **CUDA_PROGRAMS)
         monkeypatch.setattr(GraphRunner, "_ways", lambda *_: [self._program])
-        steps, run = runner.model._compiled, runner.model._compiled.run
+        steps, run = runner.model._graph_runner, runner.model._graph_runner.run
 
         def watched(tokens: mx.array, *args: Any) -> Any:
             self.rows.append(tokens.shape[0])

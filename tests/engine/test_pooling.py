@@ -45,7 +45,7 @@ from mlx_paged.errors import (
     StepError,
     UnsupportedModelError,
 )
-from mlx_paged.model.patches import OutputRows
+from mlx_paged.model.output_rows import OutputRows
 
 # Dense, mixture of experts, hybrid (gated delta and convolutions), sliding windows (with sinks),
 # latent attention, gathered keys, a scaled output.

@@ -22,7 +22,7 @@ from mlx_paged.core import FinishReason
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.model.wrap import _Calls
+from mlx_paged.model.observe import _Calls
 
 TIMEOUT = 300.0
 NUM_ROUNDS = int(os.environ.get("MLX_PAGED_THREAD_ROUNDS", "3"))

@@ -246,7 +246,7 @@ def test_the_steps_come_before_the_first_request_and_change_no_answer(
         prompts = [(1, n) for n in (64, 48, 32, 16) for _ in range(4)]
         wanted = [*prompts, *[(3, 3)] * 8, *[(2, 2)] * 8, *[(1, 1)] * 8, *[(2, 2)] * 12]
         # The shape of the next decode has been compiled.
-        assert llm.engine._runner.model._compiled._graphs
+        assert llm.engine._runner.model._graph_runner._graphs
     else:
         wanted = [(1, 1)] * 8
     assert launched == wanted
@@ -389,7 +389,7 @@ def test_named_adapters_are_prepared_beside_steps_without_one(
     with caplog.at_level(logging.WARNING):
         llm = LLM(embedded_twin(), **options, warm_up_loras=[str(path) for path in paths])
     assert "could not be prepared" not in caplog.text and outdated == [True, True]
-    graphs = llm.engine._runner.model._compiled._graphs
+    graphs = llm.engine._runner.model._graph_runner._graphs
     prepared = set(graphs)
     assert prepared
     assert told(llm) == expected and len({tuple(tokens) for tokens in expected}) == 3
@@ -430,4 +430,4 @@ def test_without_repeated_steps_none_is_compiled(monkeypatch: pytest.MonkeyPatch
     options = {"num_gpu_blocks_override": 40, "block_size": 8}
     llm = LLM(embedded_twin(), **options, enforce_eager=True)
     assert answers(llm)
-    assert not llm.engine._runner.model._compiled._graphs
+    assert not llm.engine._runner.model._graph_runner._graphs

@@ -17,8 +17,8 @@ from support.parity import Driver, family_model, relative_difference, relative_r
 from mlx_paged.errors import UnsupportedModelError
 from mlx_paged.model.caches import StepContext
 from mlx_paged.model.layout import FULL, CacheLayout, KVCacheGroupSpec, LayerSpec, Mode
+from mlx_paged.model.output_rows import OutputRows
 from mlx_paged.model.paged_model import PagedModel
-from mlx_paged.model.patches import OutputRows
 from mlx_paged.model.plan import StepInputs, build_chunk_plan, build_plan
 from mlx_paged.model.wrap import convert_to_paged
 

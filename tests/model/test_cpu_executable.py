@@ -121,12 +121,15 @@ def steps() -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
 def test_they_give_what_the_graph_gives(name: str) -> None:
     programs, graphs = driver_of(name), driver_of(name)
-    graphs.runner.model._compiled.refusals.steps = "a test"
+    graphs.runner.model._graph_runner.refusals.steps = "a test"
     for work in steps():
         actual, expected = programs.step(work), graphs.step(work)
         for sequence, logits in expected.items():
             np.testing.assert_array_equal(actual[sequence], logits)
-    assert programs.runner.model._compiled._graphs and not graphs.runner.model._compiled._graphs
+    assert (
+        programs.runner.model._graph_runner._graphs
+        and not graphs.runner.model._graph_runner._graphs
+    )
     for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
         np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
         np.testing.assert_array_equal(np.array(ours.value_pool), np.array(theirs.value_pool))
@@ -158,25 +161,28 @@ def test_they_round_activations(bits: int, mixed: bool) -> None:
         return made
 
     programs, graphs, exact = driver("int8"), driver("int8"), driver("float32")
-    graphs.runner.model._compiled.refusals.steps = "a test"
+    graphs.runner.model._graph_runner.refusals.steps = "a test"
     for work in steps():
         actual, expected, floats = (one.step(work) for one in (programs, graphs, exact))
         for sequence, logits in expected.items():
             np.testing.assert_array_equal(actual[sequence], logits)
             error = np.linalg.norm(logits - floats[sequence]) / np.linalg.norm(floats[sequence])
             assert 1e-4 < error < 0.15, error  # (weights are tripled)
-    assert programs.runner.model._compiled._graphs and not graphs.runner.model._compiled._graphs
+    assert (
+        programs.runner.model._graph_runner._graphs
+        and not graphs.runner.model._graph_runner._graphs
+    )
 
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_they_take_quantized_pools(name: str) -> None:
     programs, graphs = (driver_of("windows", name) for _ in range(2))
-    graphs.runner.model._compiled.refusals.steps = "a test"
+    graphs.runner.model._graph_runner.refusals.steps = "a test"
     for work in steps():
         actual, expected = programs.step(work), graphs.step(work)
         for sequence, logits in expected.items():
             np.testing.assert_array_equal(actual[sequence], logits)
-    assert programs.runner.model._compiled._graphs
+    assert programs.runner.model._graph_runner._graphs
     for ours, theirs in zip(programs.caches, graphs.caches, strict=True):
         assert ours.key_pool.dtype != mx.float32
         np.testing.assert_array_equal(np.array(ours.key_pool), np.array(theirs.key_pool))
@@ -225,7 +231,7 @@ def test_a_refused_primitive_is_a_warning_and_a_dtype_is_not(
     caplog.set_level("INFO")
     for reason, level in (("the operation Sin", "WARNING"), ("pools of 16 bits", "INFO")):
         caplog.clear()
-        compiled = driver_of("llama").runner.model._compiled
+        compiled = driver_of("llama").runner.model._graph_runner
         compiled._refuse(compiled._cpu_executable, 1, Repeat.AS_GRAPH, reason)
         [record] = caplog.records
         assert record.levelname == level and reason in record.getMessage()
@@ -237,13 +243,13 @@ def test_as_many_rows_as_they_take_and_one_more() -> None:
     most = executables.max_cpu_step_rows()
     for rows in (most, most + 1):
         driver.step({str(rows): [i % 96 for i in range(rows)]})
-    [shape] = driver.runner.model._compiled._graphs
+    [shape] = driver.runner.model._graph_runner._graphs
     assert shape[1] == most
 
 
 def test_a_model_that_reads_values_runs_as_before() -> None:
     driver = driver_of("llama")
-    compiled = driver.runner.model._compiled
+    compiled = driver.runner.model._graph_runner
     forward = compiled._forward
 
     def reads(tokens: mx.array, *rest: Any) -> Any:
@@ -331,10 +337,10 @@ def test_steps_in_pools_of_another_size_are_compiled_again() -> None:
     model = driver.runner.model
     [group_spec] = model.layout.group_specs
     model.resize(len(driver.caches[0].key_pool) + 3, group_spec)
-    assert not model._compiled._graphs
+    assert not model._graph_runner._graphs
     [again] = driver.step({"b": [1, 2, 3]}).values()
     np.testing.assert_array_equal(first, again)
-    assert model._compiled._graphs
+    assert model._graph_runner._graphs
 
 
 def test_what_a_program_cannot_be_is_named() -> None:
@@ -482,7 +488,7 @@ def test_checking_mode_takes_the_operations_that_check(monkeypatch: pytest.Monke
     monkeypatch.setenv("MLX_PAGED_CHECK", "1")
     driver = driver_of("llama")
     driver.step({"a": [1, 2, 3]})
-    assert not driver.runner.model._compiled._graphs
+    assert not driver.runner.model._graph_runner._graphs
 
 
 def test_two_threads_run_programs_at_once() -> None:
@@ -502,7 +508,7 @@ def test_two_threads_run_programs_at_once() -> None:
                     logit_rows=np.arange(rows),
                 )
                 found.append(np.array(paged.forward(mx.arange(i, i + rows), inputs)))
-            assert paged._compiled._graphs
+            assert paged._graph_runner._graphs
             return found
 
     names = ["llama", "qwen3_moe"]
@@ -517,7 +523,7 @@ def test_two_threads_run_programs_at_once() -> None:
 def test_one_thread_after_another_runs_a_model() -> None:
     """Each thread has its own streams, to which MLX binds operations."""
     programs, graphs = driver_of("qwen3_moe"), driver_of("qwen3_moe")
-    graphs.runner.model._compiled.refusals.steps = "a test"
+    graphs.runner.model._graph_runner.refusals.steps = "a test"
     expected = [graphs.step({"a": work}) for work in ([1, 2, 3], [4, 5, 6], [7, 8, 9])]
 
     def step(work: list[int]) -> Any:
@@ -528,14 +534,14 @@ def test_one_thread_after_another_runs_a_model() -> None:
     for work in ([4, 5, 6], [7, 8, 9]):
         with ThreadPoolExecutor(1) as pool:
             found.append(pool.submit(step, work).result())
-    assert programs.runner.model._compiled._graphs
+    assert programs.runner.model._graph_runner._graphs
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours["a"], theirs["a"])
 
 
 def test_a_graph_is_made_once_for_a_shape() -> None:
     driver = driver_of("llama")
-    compiled: GraphRunner = driver.runner.model._compiled
+    compiled: GraphRunner = driver.runner.model._graph_runner
     driver.step({"a": [1, 2, 3], "b": [4]})
     for i in range(12):  # (tables and work grow)
         driver.step({"a": [i], "b": [i]})
@@ -546,7 +552,7 @@ def test_a_graph_is_made_once_for_a_shape() -> None:
 def test_steps_of_as_many_rows_repeat_a_graph_whatever_their_sequences(name: str) -> None:
     """Drafts make steps of many numbers of sequences and rows, and a graph takes time to make."""
     programs, graphs = (driver_of(name).runner.model for _ in range(2))
-    graphs._compiled.refusals.steps = "a test"
+    graphs._graph_runner.refusals.steps = "a test"
     for query_lens in ([4], [1, 3], [1, 1, 1, 1], [2, 2]):
         lens = np.array(query_lens, dtype=np.int64)
         inputs = StepInputs(
@@ -558,4 +564,4 @@ def test_steps_of_as_many_rows_repeat_a_graph_whatever_their_sequences(name: str
         tokens = mx.array([5, 6, 7, 8])
         ours, theirs = (np.array(each.forward(tokens, inputs)) for each in (programs, graphs))
         np.testing.assert_array_equal(ours, theirs)
-    assert len(programs._compiled._graphs) == 1 and not graphs._compiled._graphs
+    assert len(programs._graph_runner._graphs) == 1 and not graphs._graph_runner._graphs

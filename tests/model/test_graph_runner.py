@@ -50,11 +50,11 @@ def run(**options: Any) -> tuple[list[list[int]], Engine]:
 def test_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = ops.pool_copies()  # other tests make some on purpose
     expected, engine = run()
-    assert engine._runner.model._compiled._graphs, "as programs on a CPU"
+    assert engine._runner.model._graph_runner._graphs, "as programs on a CPU"
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     actual, engine = run()
-    assert engine._runner.model._compiled._graphs
-    assert not engine._runner.model._compiled.refusals.steps
+    assert engine._runner.model._graph_runner._graphs
+    assert not engine._runner.model._graph_runner.refusals.steps
     assert actual == expected
     assert engine.stats().num_faults == 0
     assert ops.pool_copies() == copies
@@ -64,7 +64,7 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_cuda", lambda: True)
     monkeypatch.setattr(graph_runner, "_MAX_GRAPHS", 2)
     expected, engine = run()
-    assert 0 < len(engine._runner.model._compiled._graphs) <= 2
+    assert 0 < len(engine._runner.model._graph_runner._graphs) <= 2
     assert [len(tokens) for tokens in expected] == [30 + 7 * i for i in range(len(PROMPTS) * 2)]
 
 
@@ -226,7 +226,7 @@ def test_steps_with_recurrent_states_are_not_compiled(monkeypatch: pytest.Monkey
     driver = Driver(build_paged_model(family_model(config), config, block_size=8))
     for token in range(5):
         driver.step({"a": [token]})
-    compiled = driver.paged._compiled
+    compiled = driver.paged._graph_runner
     assert not compiled._graphs and not compiled._times
 
 
@@ -236,9 +236,9 @@ def test_new_pools_have_no_graphs_of_the_old_ones(monkeypatch: pytest.MonkeyPatc
     paged = driver.runner.model
     for token in range(5):
         driver.step({"a": [token]})
-    assert paged._compiled._graphs
+    assert paged._graph_runner._graphs
     paged.allocate(8)
-    assert not paged._compiled._graphs
+    assert not paged._graph_runner._graphs
 
 
 def test_positions_of_rope_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:

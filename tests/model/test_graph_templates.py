@@ -39,7 +39,7 @@ STEPS: tuple[dict[str, int], ...] = (
 
 def with_templates(driver: StepDriver) -> GraphTemplates:
     model = driver.runner.model
-    templates = model._compiled.templates = GraphTemplates(model._run)
+    templates = model._graph_runner.templates = GraphTemplates(model._run)
     return templates
 
 
@@ -190,8 +190,8 @@ def stepped(driver: StepDriver, change: Any) -> tuple[GraphTemplates, list[int]]
         output = model._run(tokens, step, pools)
         return output._replace(logits=change(output.logits, tokens.shape[0]))
 
-    model._compiled.templates = GraphTemplates(forward)
-    return model._compiled.templates, rows
+    model._graph_runner.templates = GraphTemplates(forward)
+    return model._graph_runner.templates, rows
 
 
 def test_a_condition_on_the_rows_has_templates_on_both_sides() -> None:

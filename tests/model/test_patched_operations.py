@@ -16,6 +16,7 @@ from support.models import StepDriver, tiny_config, tiny_model
 
 from mlx_paged import ops
 from mlx_paged.model import patches
+from mlx_paged.model.overrides import Overrides
 from mlx_paged.model.patches import native_ops
 
 
@@ -225,7 +226,7 @@ def test_with_cuda_a_quantized_layer_sees_one_matrix_within_a_step_only(monkeypa
 
 def test_a_module_that_was_replaced_twice_is_itself_again() -> None:
     module = nn.Linear(4, 4)
-    overrides = patches.Overrides()
+    overrides = Overrides()
     for n in (1, 2):
         overrides.replace(module, "__call__", lambda self, x, n=n: n)
     assert module(mx.ones(4)) == 2

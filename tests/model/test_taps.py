@@ -70,7 +70,7 @@ def test_all_rows_of_steps_of_any_size(mode: Mode) -> None:
             at += len(tokens)
     if mode is not Mode.NATIVE:
         return
-    compiled = driver.runner.model._compiled
+    compiled = driver.runner.model._graph_runner
     assert compiled.refusals.steps is None
     assert bool(compiled._graphs) == (executables.max_cpu_step_rows() > 0)
 

@@ -366,7 +366,7 @@ def test_steps_of_a_model(
         driver = StepDriver(
             model, family, block_size=16, num_blocks=256, kv_format=FORMATS.get(kv_format)
         )
-        driver.runner.model._compiled.refusals.executables = None if programs else "a test"
+        driver.runner.model._graph_runner.refusals.executables = None if programs else "a test"
         if targets:
             with_adapters(driver, config, targets, {i: i % 3 for i in range(100)})
         return driver
@@ -385,7 +385,7 @@ def test_steps_of_a_model(
     print(f"errors relative to float32: {ours:.4f}, at most {max(errors[0]):.4f}; ", end="")
     print(f"of the graph: {graphs:.4f}, at most {max(errors[1]):.4f}")
     assert ours <= 1.5 * graphs and max(errors[0]) <= 3 * max(errors[1])
-    steps = drivers[0].runner.model._compiled
+    steps = drivers[0].runner.model._graph_runner
     assert not steps.refusals.executables and not steps.refusals.steps
     assert steps._graphs
 

@@ -60,7 +60,7 @@ def test_any_numbers_of_drafts_share_few_programs(name: str) -> None:
         drafter = guess(llm, 0.7, splits=True)
         for output in expected:
             drafter.answers[tuple(output.prompt_token_ids), 0] = output.outputs[0].token_ids
-        steps = llm.engine._runner.model._compiled
+        steps = llm.engine._runner.model._graph_runner
         sizes, run = [], steps.run
 
         def watched(tokens: Any, *args: Any) -> Any:
@@ -96,7 +96,7 @@ def test_a_draft_models_rounds_are_programs_too() -> None:
         assert_same(llm.generate(prompts, params), expected)
     found = llm.stats().spec_decoding
     assert found is not None and found.num_accepted_tokens == found.num_draft_tokens > 8
-    assert drafter.runner.model._compiled.refusals == Refusals()
+    assert drafter.runner.model._graph_runner.refusals == Refusals()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -271,7 +271,7 @@ def test_steps_of_quantized_models_are_programs(rng, form: Form, config) -> None
 @pytest.mark.parametrize("form", [("affine", 4, 64), ("affine", 3, 32)], ids=str)
 def test_decodes_of_quantized_models_become_programs_of_metal(rng, form: Form) -> None:
     driver = quantized_driver(CONFIG, form)
-    steps = driver.runner.model._compiled
+    steps = driver.runner.model._graph_runner
     run_as_on(driver.runner.model, max_gpu_step_rows=16)
     with simulated():
         for _ in range(5):

@@ -411,7 +411,7 @@ def test_a_program_takes_a_plan_of_any_size(rng) -> None:
     """Contexts grow, and their pieces and merges become more. The memory of the inputs grows with
     them, and is captured anew."""
     driver, graphs = driver_of(CONFIGS["llama"]), driver_of(CONFIGS["llama"])
-    steps = driver.runner.model._compiled
+    steps = driver.runner.model._graph_runner
     run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     for name, count in (("a", 2), ("b", 300)):
         list(steps_of_both(rng, driver, graphs, [{name: count}], 2e-5))
@@ -490,7 +490,7 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> No
     sampled from, which is no program and does not keep the others from being one."""
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
     work = [{"a": 5}, {"b": 11}, {"c": 16}, {"d": 7}, {"a": 1, "e": 9}, {"b": 12}]
-    steps = ours.runner.model._compiled
+    steps = ours.runner.model._graph_runner
     made = []
     run_as_on(ours.runner.model, **CUDA_PROGRAMS)
     with simulated():
@@ -510,7 +510,7 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> No
 def test_steps_as_metal_runs_them(rng, name: str) -> None:
     """Decodes whose shape repeats, encoded anew in each step; nothing is captured."""
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
-    steps = ours.runner.model._compiled
+    steps = ours.runner.model._graph_runner
     run_as_on(ours.runner.model, max_gpu_step_rows=4)
     with simulated():
         sim_ext.capture_steps(False)
@@ -543,13 +543,13 @@ def test_steps_that_are_no_programs_of_metal_run_as_before(rng, family: str) -> 
             actual, expected = ours.step(tokens), graphs.step(tokens)
             for sequence, logits in expected.items():
                 np.testing.assert_allclose(actual[sequence], logits, atol=2e-5)
-    assert ours.runner.model._compiled.refusals.steps
+    assert ours.runner.model._graph_runner.refusals.steps
 
 
 def test_a_step_is_under_way_when_the_next_one_is_built(rng, monkeypatch) -> None:
     """Its pools have the handles of before, so nothing built on them waits for it."""
     driver = driver_of(CONFIGS["qwen3"])
-    steps = driver.runner.model._compiled
+    steps = driver.runner.model._graph_runner
     run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     made, run = [], steps.run
 
@@ -596,7 +596,7 @@ def test_all_that_is_asked_of_a_step_is_under_way_when_it_is_launched(rng, monke
 
 def test_prompts_that_are_no_programs_do_not_keep_decodes_from_it(rng) -> None:
     driver = driver_of(CONFIGS["qwen3"])
-    steps = driver.runner.model._compiled
+    steps = driver.runner.model._graph_runner
     run_as_on(driver.runner.model, **CUDA_PROGRAMS)
     with simulated():
         sim_ext.fail_next_preparation()

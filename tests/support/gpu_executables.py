@@ -67,5 +67,5 @@ def with_programs(driver: StepDriver, **options: Any) -> ProgramSteps:
     """Makes a driver run its steps as programs; returns the object that runs them."""
     model = driver.runner.model
     steps = ProgramSteps(model._run, **options)
-    model._compiled = steps
+    model._graph_runner = steps
     return steps

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.model.patches import overridden
+from mlx_paged.model.overrides import overridden
 from support.media_cases import (
     HEADS,
     IMG,

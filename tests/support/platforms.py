@@ -21,4 +21,4 @@ def platform_with(**fields: Any) -> Platform:
 def run_as_on(paged: PagedModel, **fields: Any) -> None:
     """Makes a model plan and run its next steps like a device with this platform."""
     paged.platform = replace(paged.platform, **fields)
-    paged._compiled.platform = paged._planner.platform = paged.platform
+    paged._graph_runner.platform = paged._planner.platform = paged.platform
