@@ -23,12 +23,7 @@ from mlx_paged.model.adaptations import adapt, context_limit
 from mlx_paged.model.caches import ContextLimit, LatentScores, StepContext
 from mlx_paged.model.config_files import vocab_size
 from mlx_paged.model.families import require_family
-from mlx_paged.model.layout import (
-    CacheLayout,
-    CacheSpec,
-    LayerSpec,
-    Mode,
-)
+from mlx_paged.model.layout import CacheLayout, CacheSpec, LayerSpec, Mode
 from mlx_paged.model.observe import Observed, observe
 from mlx_paged.model.output_rows import OutputRows
 from mlx_paged.model.overrides import Overrides

@@ -14,7 +14,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.parsing import events
 from mlx_paged.parsing.answer import Answer, ToolCall
 from mlx_paged.parsing.definitions import ToolChoice
-from mlx_paged.server import requests, responses, tool_requests
+from mlx_paged.server import conversions, requests, responses, tool_requests
 from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
@@ -22,7 +22,8 @@ from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
-from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn, check_takes_tools, prepare
+from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn
+from mlx_paged.server.turn_preparation import check_takes_tools, prepare
 
 
 async def chat_completions(request: Request) -> Response:
@@ -93,7 +94,7 @@ def turn_of(body: ChatBody, io: IoOptions | None = None) -> Turn:
         ApiError: 400, fields contradict each other.
         InvalidParameterError: A part of a message is invalid.
     """
-    conversation = requests.conversation_of(body, io)
+    conversation = conversions.conversation_of(body, io)
     choice = tool_requests.choice_of(body.tool_choice, body.parallel_tool_calls, conversation.tools)
     if body.functions:
         if body.tool_choice is not None:
@@ -135,12 +136,12 @@ def chat_params(
     """
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
-    requests.check_logprobs("top_logprobs", body.top_logprobs, config)
-    return requests.sampling_params(
+    conversions.check_logprobs("top_logprobs", body.top_logprobs, config)
+    return conversions.sampling_params(
         body,
         config,
         defaults,
-        max_tokens=requests.max_tokens_of(body),
+        max_tokens=conversions.max_tokens_of(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 

@@ -17,14 +17,10 @@ from mlx_paged.server.bodies import CompletionBody
 from mlx_paged.server.config import MAX_SEQUENCES_PER_REQUEST, GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Renderer
+from mlx_paged.server.conversions import check_logprobs, max_tokens_of, sampling_params
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.requests import (
-    check_logprobs,
-    max_tokens_of,
-    read_body,
-    sampling_params,
-)
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 from mlx_paged.server.tool_requests import names_of, structured_outputs_of
@@ -68,10 +64,10 @@ async def prepared_generation(
 async def prepared_completion(
     request: Request, kind: type[CompletionBody] = CompletionBody
 ) -> tuple[CompletionBody, SamplingParams, list[str | list[int]], list[list[int]]]:
-    """The body of a completion, how it is generated, its prompts, and their tokens.
+    """Returns the body of a completion, its parameters, its prompts, and their tokens.
 
     Raises:
-        ApiError, MlxPagedError: see `read_body`, `completion_params` and `Renderer.encode`.
+        ApiError, MlxPagedError: See `read_body`, `completion_params` and `Renderer.encode`.
     """
     body = await read_body(request, kind)
     context = context_of(request)
@@ -145,7 +141,7 @@ class CompletionAdapter(OpenAIAdapter):
         self._body = body
         self._echoes = echoes
         self._n = body.n or 1
-        # Only the prompt is wanted. The engine generates one token anyway.
+        # Only the prompt is requested. The engine generates one token anyway.
         self._drops_answer = body.max_tokens == 0
         self._logprobs: dict[tuple[int, int], responses.CompletionLogprobs] = {}
 
@@ -181,7 +177,7 @@ class CompletionAdapter(OpenAIAdapter):
         yield self.event(choice)
 
     def _echo_events(self, piece: Piece) -> Iterator[bytes]:
-        """The prompt before the first piece. Its log-probabilities may take several events."""
+        """Yields the events of the prompt; its log-probabilities may take several."""
         text, reports = self._echo(piece.prompt), self._prompt_reports(piece.prompt)
         for begin in range(0, max(1, len(reports)), MAX_UPDATES):
             part = Piece(piece.prompt, piece.index, begin)
@@ -189,7 +185,7 @@ class CompletionAdapter(OpenAIAdapter):
             text = ""
 
     def _asked(self, piece: Piece) -> Piece:
-        """Returns a piece without its answer, if none is wanted."""
+        """Drops a piece's answer if only the prompt is requested."""
         if self._drops_answer:
             piece.texts, piece.token_ids, piece.logprobs = [], [], []
         return piece
@@ -236,7 +232,7 @@ class CompletionAdapter(OpenAIAdapter):
     def _logprobs_of(
         self, piece: Piece, reports: Sequence[PositionReport | None]
     ) -> responses.CompletionLogprobsAnswer | None:
-        """Log-probabilities of the next tokens of a sequence, or of its prompt."""
+        """Returns log-probabilities of the next tokens of a sequence, or of its prompt."""
         body = self._body
         if body.logprobs is None:
             return None
@@ -279,7 +275,7 @@ async def _echoes(
 
 
 def _likeliest(answers: list[CompletionOutput], n: int) -> list[CompletionOutput]:
-    """The n answers with the highest log-probability per token."""
+    """Returns the n answers with the highest log-probability per token."""
     if len(answers) == n:
         return answers
 

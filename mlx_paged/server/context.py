@@ -204,12 +204,16 @@ class ServerContext(ABC):
                 arriving.reschedule(asyncio.get_running_loop().time())
 
     def release_body(self, trace: RequestLog) -> None:
-        """The request has ended."""
+        """Stops counting the body of a request that has ended."""
         self._held_bytes -= trace.held_bytes
         trace.held_bytes = 0
 
     def check_takes_requests(self) -> None:
-        """503 while the model loads, when the server shuts down, and when the engine is dead."""
+        """Refuses requests while the model loads, the server shuts down, or the engine is dead.
+
+        Raises:
+            ApiError: 503.
+        """
         if self.phase is Phase.READY:
             return
         self.metrics.rejected.labels(self.phase.value).inc()

@@ -1,4 +1,4 @@
-"""Prompts become tokens: conversations by a chat template, texts by the tokenizer."""
+"""Renderer: makes the tokens of prompts, with a chat template for conversations."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Conversation:
             `tool_calls` (`function` with `name` and `arguments`, JSON text). A result has the role
             "tool" and a `tool_call_id`.
         tools: Tools that the prompt offers.
-        add_generation_prompt: End the prompt with the beginning of an answer.
-        continue_final_message: End the prompt inside the last message.
-        add_special_tokens: Add the tokens that the tokenizer puts around a text; None does as
+        add_generation_prompt: The prompt ends with the beginning of an answer.
+        continue_final_message: The prompt ends inside the last message.
+        add_special_tokens: Adds the tokens that the tokenizer puts around a text; None follows
             transformers for the model (`ChatRenderer.tokens`).
         chat_template: The request's Jinja source, which replaces the model's template.
         template_kwargs: Other variables of the template.
@@ -70,12 +70,12 @@ class Renderer:
 
     Args:
         tokenizer: mlx-lm's wrapper.
-        config: Says which templates are allowed.
+        config: Gives the template, and the templates that are allowed.
         max_model_len: Maximum tokens of prompt and answer; longer texts are refused before they are
             tokenized. None means no limit.
         vocab_size: Token ids are below this.
-        media: Makes prompts with media; None if the model takes text only.
-        media_reason: Why a multimodal model takes text only.
+        media: Makes prompts with media; None if the model accepts only text.
+        media_reason: Why a multimodal model accepts only text.
 
     Attributes:
         added_tokens: Tokens that the tokenizer never splits, by text.
@@ -118,7 +118,7 @@ class Renderer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def render(self, conversation: Conversation) -> list[int]:
-        """Tokens of a conversation by the chat template; see `prompt`."""
+        """Returns the tokens of a conversation; see `prompt`."""
         return (await self.prompt(conversation)).token_ids
 
     async def prompt(self, conversation: Conversation) -> RenderedPrompt:
@@ -127,7 +127,7 @@ class Renderer:
         Raises:
             ApiError: There is no template, it refuses the conversation, or the request has its own
                 template although that is not allowed.
-            InvalidMediaError: Media that are unusable, or that the model does not take.
+            InvalidMediaError: Media are unusable, or the model does not accept them.
         """
         messages: Sequence[Mapping[str, Any]] = conversation.messages
         sources = self._chats.check_media(messages)
@@ -203,7 +203,7 @@ class Renderer:
         return self._config.chat_template
 
     async def encode(self, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """Returns the tokens of a prompt: a text, or tokens already.
+        """Returns the tokens of a prompt, which may be tokens already.
 
         Raises:
             ApiError: It is too long, or has a token that the model does not have.
@@ -222,7 +222,7 @@ class Renderer:
         return await self.run(lambda: str(self.tokenizer.decode(list(tokens))))
 
     async def token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary spells it."""
+        """Returns each token as the vocabulary spells it."""
         convert = self.tokenizer.convert_ids_to_tokens
         return await self.run(lambda: [str(token) for token in convert(list(tokens))])
 
@@ -256,7 +256,7 @@ class Renderer:
         """Keeps the last tokens of a prompt, or the first ones.
 
         Args:
-            limit: Number of tokens; -1 keeps as many as leave room for the answer, None all.
+            limit: Number of tokens; -1 keeps as many as leave room for the answer, None keeps all.
             num_answer: Maximum tokens of the answer; None leaves a quarter of the context free, at
                 most `_ROOM_FOR_ANSWER`.
             side: "right" keeps the first tokens, "left" and None the last ones.

@@ -19,12 +19,13 @@ from mlx_paged.parsing.derived import DerivedFormat
 from mlx_paged.server import documents, responses
 from mlx_paged.server.bodies import DetokenizeBody, DocumentBody, TokenizeBody
 from mlx_paged.server.context import Context, Phase, context_of, server_context_of
+from mlx_paged.server.conversions import conversation_of
 from mlx_paged.server.errors import bad_request, speaks_anthropic
 from mlx_paged.server.messages.answers import ModelInfo, ModelPage
-from mlx_paged.server.requests import conversation_of, read_body
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response
-from mlx_paged.server.turn import check_takes_tools
+from mlx_paged.server.turn_preparation import check_takes_tools
 
 # Seconds to wait for the engine's statistics, because a step may be long.
 _STATS_TIMEOUT = 2.0
@@ -175,7 +176,7 @@ async def live(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken; 503 also while the system is critically short of memory."""
+    """200 while new requests are accepted; 503 also while system memory is critically low."""
     context = context_of(request)
     if context.phase is Phase.READY and context.models.default.engine.refuses_requests:
         return JSONResponse(responses.Status(status="short_of_memory"), 503)
@@ -247,7 +248,7 @@ def _parsing(model: ServedModel) -> responses.ParsingInfo:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets every cached prefix."""
+    """Drops every cached prefix."""
     context = context_of(request)
     context.check_takes_requests()
     try:

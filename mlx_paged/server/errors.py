@@ -29,8 +29,8 @@ from mlx_paged.server.messages.answers import MessageError
 from mlx_paged.server.ollama.answers import OllamaError
 from mlx_paged.server.responses import ErrorAnswer
 
-#: Codes of requests that are refused because memory is short now: for the bodies of requests under
-#: way, or in the whole system.
+#: Codes of requests that are refused because memory is short now: for the bodies of unfinished
+#: requests, or in the whole system.
 BODY_MEMORY, MEMORY_PRESSURE, MEMORY_BUDGET = SHORT_OF_MEMORY = (
     "body_memory", "memory_pressure", "memory_budget",
 )  # fmt: skip
@@ -74,9 +74,9 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: for the client, so without internals.
-        param: the field of the body it is about.
-        code: for programs.
+        message: For the client, so without internals.
+        param: The field of the body that it is about.
+        code: For programs.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class ApiError(Exception):
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """True if a request is one of Anthropic's API: by its path, or by the header of its SDKs."""
+    """True if a request is for Anthropic's API, by its path or by the header of its SDKs."""
     path = _path_of(scope)
     of_messages = path == "/v1/messages" or path.startswith("/v1/messages/")
     return of_messages or "anthropic-version" in Headers(scope=scope)
 
 
 def speaks_ollama(scope: Scope) -> bool:
-    """True if a request is one of Ollama's API, by its path. (`/api/v0` is LM Studio's.)"""
+    """True if a request is for Ollama's API, by its path. (`/api/v0` is LM Studio's.)"""
     path = _path_of(scope)
     return path.startswith("/api/") and not path.startswith("/api/v0/")
 
@@ -161,12 +161,12 @@ def message_status(status: int) -> int:
 
 
 def bad_request(param: str, message: str, code: str | None = "invalid_value") -> ApiError:
-    """400 for a field."""
+    """Returns 400 for a field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def model_not_found(name: str, known: Iterable[str]) -> ApiError:
-    """404: no model has this name.
+    """Returns 404: no model has this name.
 
     Args:
         known: The names of all models and adapters.
@@ -176,7 +176,7 @@ def model_not_found(name: str, known: Iterable[str]) -> ApiError:
 
 
 def unavailable(message: str, code: str, retry_after: float = RETRY_AFTER) -> ApiError:
-    """503: the server cannot answer now."""
+    """Returns 503: the server cannot answer now."""
     headers = {"Retry-After": str(math.ceil(retry_after))}
     return ApiError(503, message, code=code, headers=headers)
 
@@ -218,7 +218,7 @@ def context_exceeded(limit: int, found: str, param: str = "prompt") -> ApiError:
 
     Args:
         limit: Maximum tokens of prompt and answer.
-        found: The request's numbers, as the sentence after "However, ".
+        found: The request's numbers, as the clause after "However, ".
     """
     message = (
         f"This model's maximum context length is {limit} tokens. However, {found}. "
@@ -265,7 +265,7 @@ def from_engine(
     """Turns an error of the engine into one for clients.
 
     Args:
-        names: see `own_name`.
+        names: See `own_name`.
     """
     if isinstance(error, ConstraintError):
         param = own_name(error.field, names or {})

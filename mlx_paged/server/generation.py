@@ -275,7 +275,7 @@ class Generation:
             ApiError: A sequence ended early, by a timeout, an abort or an error.
         """
         interval = self._interval
-        indices = {stream.request_id: place for place, stream in enumerate(self._streams)}
+        indices = {stream.request_id: index for index, stream in enumerate(self._streams)}
         waiting: dict[tuple[str, int], Piece] = {}
         num_sent: dict[tuple[str, int], int] = {}
         with self._engine_errors():

@@ -174,7 +174,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def tokens(self, seconds: float, count: int) -> None:
-        """Notes that a sequence gained tokens.
+        """Records `count` new tokens of a sequence.
 
         Args:
             seconds: Time since its previous tokens.
@@ -182,7 +182,7 @@ class Metrics:
         self._gaps.observe(seconds, count)
 
     def finish(self, output: RequestOutput, reason: FinishReason, max_tokens: int | None) -> None:
-        """A request of the engine has ended."""
+        """Records a request of the engine that has ended."""
         times = output.metrics
         counts = [len(answer.token_ids) for answer in output.outputs]
         self._success[reason].inc()
@@ -215,8 +215,8 @@ class Metrics:
 class _GapCollector(Collector):
     """Histograms of the time between tokens.
 
-    prometheus_client's own take twice as long as all else here, and observing later only made a
-    pause: 14 ms for 10,000 tokens on a fast core.
+    prometheus_client's own cost twice as much per token as everything else here. Observing later,
+    all at once, would pause the server: 14 ms for 10,000 tokens on a fast core.
     """
 
     def __init__(self) -> None:
@@ -360,7 +360,7 @@ class _EngineCollector(Collector):
 
 
 def _lora_info(stats: LoraStats) -> Metric:
-    """The adapters of unfinished requests. The value is the time, as in vLLM."""
+    """Returns the adapters of unfinished requests. The value is the time, as in vLLM."""
     info = GaugeMetricFamily(
         "vllm:lora_requests_info",
         "Adapters of requests that run and wait.",
@@ -372,7 +372,7 @@ def _lora_info(stats: LoraStats) -> Metric:
 
 
 def _offload_gauges(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-    """(name, help, value) of the memory for evicted blocks, if there is any."""
+    """Returns (name, help, value) of the memory for evicted blocks, if there is any."""
     if stats.offloading is None:
         return ()
     return (
@@ -386,7 +386,7 @@ def _offload_gauges(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-    """(name, help, value) of the counters of offloading, if it is on."""
+    """Returns (name, help, value) of the counters of offloading, if it is on."""
     if stats.offloading is None:
         return ()
     return (
@@ -410,7 +410,8 @@ def _offload_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _transfer_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-    """(name, help, value) of the counters of prompts computed for other engines, or by one."""
+    """Returns (name, help, value) of the counters of prompts that other engines compute, or that
+    this one computes for them."""
     transfers = None if stats.offloading is None else stats.offloading.transfers
     if transfers is None:
         return ()
@@ -427,7 +428,7 @@ def _transfer_counts(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _draft_counts(drafts: SpecDecodingStats | None) -> tuple[tuple[str, str, int], ...]:
-    """(name, help, value) of the counters of speculation, if it is on."""
+    """Returns (name, help, value) of the counters of speculation, if it is on."""
     if drafts is None:
         return ()
     return (

@@ -26,6 +26,7 @@ from mlx_paged.server import errors, pooling_bodies
 from mlx_paged.server.bodies import contradiction
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.conversions import template_kwargs_of, template_message
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded
 from mlx_paged.server.pooling_bodies import (
     ClassifyBody,
@@ -37,7 +38,7 @@ from mlx_paged.server.pooling_bodies import (
     ScoreBody,
 )
 from mlx_paged.server.rate_limits import budget_of
-from mlx_paged.server.requests import read_body, template_kwargs_of, template_message
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.responses import Lazy
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response, unless_disconnected

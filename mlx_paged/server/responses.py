@@ -330,7 +330,7 @@ class MediaLimit(TypedDict):
 class MediaInfo(TypedDict):
     """The media that prompts may have.
 
-    `kinds` is empty for a model that takes text only; `reason` says why.
+    `kinds` is empty for a model that accepts only text; `reason` says why.
     """
 
     kinds: dict[str, MediaLimit]
@@ -391,20 +391,20 @@ class ServerInfo(TypedDict):
     replicas: NotRequired[list[ReplicaInfo]]
 
 
-# Bodies that are serialised in pieces.
+# Bodies that are serialized in pieces.
 
 T = TypeVar("T")
 
 
 class Lazy(Generic[T]):
-    """A list whose entries are made once, during serialization, because all may be large."""
+    """A list whose entries are made only while it is serialized, because they may be large."""
 
     def __init__(self, entries: Iterable[T]) -> None:
         self._entries = entries
 
     @classmethod
     def list(cls, entries: Iterable[T]) -> list[T]:
-        """In place of a list, for `json_pieces`."""
+        """Returns a `Lazy`, typed as the list that `json_pieces` writes."""
         return cast("list[T]", cls(entries))
 
     def __iter__(self) -> Iterator[T]:
@@ -436,7 +436,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """A body as JSON, at a stretch."""
+    """Returns a body as JSON, in one piece."""
     return to_json(value, fallback=list)  # for `Lazy`
 
 
@@ -452,10 +452,10 @@ def _is_lazy(value: Any) -> bool:
 def chat_logprobs(
     reports: Sequence[PositionReport], num_top: int, *, as_ids: bool
 ) -> Iterator[ContentLogprob]:
-    """An entry for each token, with its `num_top` likeliest alternatives.
+    """Yields an entry for each token, with its `num_top` likeliest alternatives.
 
     Args:
-        as_ids: name tokens "token_id:7".
+        as_ids: Names tokens "token_id:7".
     """
 
     def entry(token: int, found: Logprob) -> TokenLogprob:
@@ -478,8 +478,8 @@ class CompletionLogprobs:
 
     Args:
         num_top: Alternatives of each token.
-        as_ids: Name tokens "token_id:7".
-        first: The prompt's first token and its text, which has no report.
+        as_ids: Names tokens "token_id:7".
+        first: The prompt's first token, which has no report, and its text.
     """
 
     def __init__(self, num_top: int, *, as_ids: bool, first: tuple[int, str]) -> None:
@@ -519,7 +519,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(reports: Sequence[PositionReport | None] | None) -> PromptLogprobs | None:
-    """vLLM's `prompt_logprobs`, lazily."""
+    """Returns vLLM's `prompt_logprobs`, lazily."""
     if reports is None:
         return None
     return Lazy.list(map(_prompt_logprob, reports))
@@ -555,5 +555,5 @@ def _likeliest(entries: list[tuple[int, Logprob]], count: int) -> list[tuple[int
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; -9999 replaces it, as in OpenAI's API."""
+    """Replaces infinity, which JSON lacks, with -9999, as in OpenAI's API."""
     return max(logprob, -9999.0)

@@ -202,7 +202,7 @@ def test_rows_take_their_drafts_from_the_device() -> None:
         drafts_in_flight=drafts,
     )
     expected = [1, 50, 52, 2, 30, 3, 51, 4, 5]
-    tokens = input_tokens(batch, np.array([0, 3, 5, 7]), None, num_more=2)
+    tokens = input_tokens(batch, np.array([0, 3, 5, 7]), None, num_padding=2)
     assert tokens.tolist() == [*expected, 0, 0]
     assert batch.drafts() == [(0, 0), (30,), (0,), ()]
     drafts.fill(batch)

@@ -20,14 +20,7 @@ import pytest
 from mlx.utils import tree_flatten
 from support.family_config_parts import VOCAB_SIZE
 from support.family_configs import config_of
-from support.models import (
-    dense_logits,
-    embedded,
-    embedded_twin,
-    save_tiny,
-    tiny_config,
-    tiny_model,
-)
+from support.models import dense_logits, embedded, embedded_twin, save_tiny, tiny_config, tiny_model
 from support.parity import family_model
 from support.plain import plain_caches
 

@@ -15,7 +15,7 @@ from mlx_paged.parsing.custom import InputReader, arguments_of, custom_tool, wit
 from mlx_paged.parsing.definitions import InputGrammar
 from mlx_paged.parsing.registry import format_of
 from mlx_paged.parsing.regular import MAX_SIZE, NotRegular, regular_expression
-from mlx_paged.server.turn import _prepared
+from mlx_paged.server.turn_preparation import _prepared
 
 FIELD = "tools[0].format.definition"
 # As Codex has it for its patches, but for what repeats.

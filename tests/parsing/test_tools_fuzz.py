@@ -21,7 +21,8 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.definitions import Tool, ToolChoice
 from mlx_paged.parsing.registry import FORMATS
 from mlx_paged.server.conversation import Conversation
-from mlx_paged.server.turn import Turn, _constraint
+from mlx_paged.server.turn import Turn
+from mlx_paged.server.turn_preparation import _constraint
 
 COUNT = int(os.environ.get("MLX_PAGED_FUZZ", "75")) // 2
 FIELD = "tools[0].function.parameters"

@@ -15,7 +15,8 @@ from mlx_paged.parsing.parameters import parameter_lists, refuse_or_tell
 from mlx_paged.parsing.registry import format_of
 from mlx_paged.parsing.schemas import ArgumentsWriter, types_of
 from mlx_paged.server.conversation import Conversation
-from mlx_paged.server.turn import Turn, _constraint
+from mlx_paged.server.turn import Turn
+from mlx_paged.server.turn_preparation import _constraint
 
 FAMILIES = ["qwen3_coder", "glm45", "minimax_m2", "pythonic", "gemma4"]
 BIT = {"enum": [0, 1]}

@@ -15,7 +15,7 @@ from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.server import responses
 from mlx_paged.server.bodies import Message, Unsupported
 from mlx_paged.server.config import ServerConfig
-from mlx_paged.server.requests import template_message
+from mlx_paged.server.conversions import template_message
 
 FIBONACCI = [{"role": "user", "content": "Return the n-th Fibonacci number"}]
 PROMPT = "def is_even(n: int) -> bool:\n"
@@ -646,7 +646,7 @@ def test_reset_prefix_cache(client) -> None:
 
 
 def test_the_openapi_document_knows_every_path(client) -> None:
-    from mlx_paged.server.app import API
+    from mlx_paged.server.api import API
 
     document = client.get("/openapi.json").json()
     described = {(p, m.upper()) for p, item in document["paths"].items() for m in item}

@@ -18,7 +18,7 @@ from mlx_paged.bench.datasets import Dataset, Workload, tokenizer_of
 from mlx_paged.bench.figures import percentile
 from mlx_paged.cli.main import app
 from mlx_paged.engine.config import EngineConfig
-from mlx_paged.server.app import API
+from mlx_paged.server.api import API
 from mlx_paged.server.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]

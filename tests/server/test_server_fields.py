@@ -15,7 +15,7 @@ from openai.types.responses import input_token_count_params, response_create_par
 from support.server_helpers import RunningServer, events, running
 
 import mlx_paged
-from mlx_paged.server import requests, tool_requests
+from mlx_paged.server import conversions, tool_requests
 from mlx_paged.server.bodies import (
     ChatBody,
     CompletionBody,
@@ -78,7 +78,7 @@ def test_every_known_field_is_looked_at(body) -> None:
     if body is CompletionBody:
         named |= {"tool_choice", "function_call"}  # only what asks for nothing
     named.add("verbosity")  # (one value, or with other names)
-    passed_on = requests._SAMPLING if issubclass(body, GenerationBody) else set()
+    passed_on = conversions._SAMPLING if issubclass(body, GenerationBody) else set()
     hints = NO_MEANING | {row.name for row in HINTS}
     for name in body.model_fields.keys() - refused - named - hints - passed_on:
         assert f"body.{name}" in code or f'"{name}"' in code, name
@@ -251,7 +251,7 @@ def test_reasoning_of_a_chat_is_another_form_of_other_fields() -> None:
 
     def kwargs(**asked: Any) -> dict[str, Any]:
         body = ChatBody.model_validate({**base, **asked})
-        return dict(requests.conversation_of(body).template_kwargs)
+        return dict(conversions.conversation_of(body).template_kwargs)
 
     high = {"reasoning_effort": "high", "enable_thinking": True}
     assert kwargs(reasoning={"effort": "high"}) == kwargs(reasoning_effort="high") == high
@@ -292,7 +292,7 @@ def test_hints_reach_the_template() -> None:
         {**PATHS["/v1/chat/completions"], "verbosity": "low", "reasoning_effort": "high",
          "chat_template_kwargs": {"verbosity": "low", "x": 1}}
     )  # fmt: skip
-    kwargs = requests.conversation_of(body).template_kwargs
+    kwargs = conversions.conversation_of(body).template_kwargs
     assert kwargs == {
         "verbosity": "low", "reasoning_effort": "high", "enable_thinking": True, "x": 1,
     }  # fmt: skip

@@ -28,7 +28,7 @@ from support.page_helpers import (
 from support.server_helpers import running
 
 import mlx_paged
-from mlx_paged.server.app import API
+from mlx_paged.server.api import API
 from mlx_paged.server.config import ServerConfig
 
 WEB = Path(mlx_paged.__file__).parent / "server/web"

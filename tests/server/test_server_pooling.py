@@ -37,7 +37,7 @@ from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PooledPrompt
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
 from mlx_paged.server import cohere, engine_service, logs, pooling, pooling_bodies, run
-from mlx_paged.server.app import API
+from mlx_paged.server.api import API
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.pooling_bodies import (
     ClassifyBody,

@@ -17,7 +17,7 @@ from support.page_helpers import FOREIGN_HOST, in_browser
 from support.server_helpers import RunningServer, running
 
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.server.app import API
+from mlx_paged.server.api import API
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.sites import known_hosts
 

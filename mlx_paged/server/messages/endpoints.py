@@ -22,6 +22,7 @@ from mlx_paged.parsing.events import (
 )
 from mlx_paged.server import responses
 from mlx_paged.server.context import context_of, request_log_of
+from mlx_paged.server.conversions import check_priority
 from mlx_paged.server.errors import ApiError, bad_request, message_error, shorten
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.messages.answers import (
@@ -36,10 +37,11 @@ from mlx_paged.server.messages.answers import (
 from mlx_paged.server.messages.bodies import CountBody, MessagesBody
 from mlx_paged.server.messages.tools import use_id
 from mlx_paged.server.messages.turns import turn_of
-from mlx_paged.server.requests import check_priority, read_body
+from mlx_paged.server.requests import read_body
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import TextEvent, respond
-from mlx_paged.server.turn import PreparedTurn, TurnAdapter, prepare
+from mlx_paged.server.turn import PreparedTurn, TurnAdapter
+from mlx_paged.server.turn_preparation import prepare
 
 # Clients send it back, and drop thinking without a signature. There is nothing to prove here.
 SIGNATURE = "bWx4LXBhZ2Vk"

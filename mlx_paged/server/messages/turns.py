@@ -13,16 +13,10 @@ from mlx_paged.content import Content, MediaSource, concatenated, joined
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.server.bodies import contradiction
 from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.conversions import template_kwargs_of
 from mlx_paged.server.errors import THREADS, bad_request, own_names, shorten
-from mlx_paged.server.messages.bodies import (
-    REFUSED,
-    Block,
-    Blocks,
-    CountBody,
-    MessageBody,
-)
+from mlx_paged.server.messages.bodies import REFUSED, Block, Blocks, CountBody, MessageBody
 from mlx_paged.server.messages.tools import call_id, choice_of, tools_of
-from mlx_paged.server.requests import template_kwargs_of
 from mlx_paged.server.turn import Turn
 
 # The first system block of Claude Code. It names the version of the client and a checksum of the

@@ -19,13 +19,7 @@ from mlx_paged.server import responses
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.ollama.answers import (
-    Call,
-    Ending,
-    Logprob,
-    Message,
-    OllamaError,
-)
+from mlx_paged.server.ollama.answers import Call, Ending, Logprob, Message, OllamaError
 from mlx_paged.server.ollama.bodies import GenerateBody, GenerationRequest, OllamaChatBody
 from mlx_paged.server.ollama.turns import (
     NAMES,
@@ -40,7 +34,8 @@ from mlx_paged.server.ollama.turns import (
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import respond
-from mlx_paged.server.turn import PreparedTurn, TurnAdapter, plain_turn, prepare
+from mlx_paged.server.turn import PreparedTurn, TurnAdapter, plain_turn
+from mlx_paged.server.turn_preparation import prepare
 
 
 def now() -> str:

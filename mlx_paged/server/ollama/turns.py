@@ -15,6 +15,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.parsing.definitions import ToolChoice
 from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.conversions import check_logprobs
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded, own_names
 from mlx_paged.server.ollama.bodies import (
     GenerateBody,
@@ -24,10 +25,10 @@ from mlx_paged.server.ollama.bodies import (
     OllamaMessage,
     Options,
 )
-from mlx_paged.server.requests import check_logprobs
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.tool_requests import tools_of
-from mlx_paged.server.turn import PreparedTurn, Turn, prepare
+from mlx_paged.server.turn import PreparedTurn, Turn
+from mlx_paged.server.turn_preparation import prepare
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed",
          "stop")  # fmt: skip

@@ -12,13 +12,8 @@ from starlette.requests import Request
 from mlx_paged.engine.grammar import StructuredOutputs
 from mlx_paged.parsing.custom import custom_tool
 from mlx_paged.parsing.definitions import InputGrammar, Tool, ToolChoice
-from mlx_paged.server import requests, tool_requests
-from mlx_paged.server.bodies import (
-    Body,
-    GenerationBody,
-    MaxTokens,
-    contradiction,
-)
+from mlx_paged.server import conversions, tool_requests
+from mlx_paged.server.bodies import Body, GenerationBody, MaxTokens, contradiction
 from mlx_paged.server.context import request_log_of
 from mlx_paged.server.errors import bad_request, own_names
 from mlx_paged.server.tool_requests import (
@@ -455,7 +450,7 @@ def template_kwargs_of(body: PromptBody) -> dict[str, Any]:
     Raises:
         ApiError: 400 for one that the server sets, or two that contradict each other.
     """
-    kwargs = requests.template_kwargs_of(body.chat_template_kwargs)
+    kwargs = conversions.template_kwargs_of(body.chat_template_kwargs)
     effort = None if body.reasoning is None else body.reasoning.effort
     verbosity = None if body.text is None else body.text.verbosity
     for field, name, value in (

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.server import requests
+from mlx_paged.server import conversions, requests
 from mlx_paged.server.context import Context, context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.errors import ApiError, bad_request, from_engine, own_name, shorten
@@ -44,7 +44,8 @@ from mlx_paged.server.responses_api.store import LatestResponse, ResponseStore, 
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.stream_response import EventStream
 from mlx_paged.server.streaming import events_of, json_response, respond
-from mlx_paged.server.turn import PreparedTurn, Turn, prepare
+from mlx_paged.server.turn import PreparedTurn, Turn
+from mlx_paged.server.turn_preparation import prepare
 
 _MAX_PAGE, _PAGE = 100, 20
 # Names of the prompt and its limits in this API.
@@ -79,8 +80,8 @@ async def adapter_of(
     """
     context = context_of(request)
     model = context.models.of(body.model)
-    requests.check_logprobs("top_logprobs", body.top_logprobs, context.config)
-    params = requests.sampling_params(
+    conversions.check_logprobs("top_logprobs", body.top_logprobs, context.config)
+    params = conversions.sampling_params(
         body,
         context.config,
         model.defaults,

@@ -12,12 +12,13 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from mlx_paged.server import endpoints as common
 from mlx_paged.server import lora, responses, shell
-from mlx_paged.server.app import API, Operation, document_of
+from mlx_paged.server.api import API
 from mlx_paged.server.batches.runner import SPARE
 from mlx_paged.server.batches.setup import add_batches, start_batches
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.metrics import Metrics
 from mlx_paged.server.ollama import changes as ollama_changes
+from mlx_paged.server.openapi import Operation, document_of
 from mlx_paged.server.responses_api import websocket as response_websocket
 from mlx_paged.server.router import endpoints, forward, websocket
 from mlx_paged.server.router.context import RouterContext, router_of
