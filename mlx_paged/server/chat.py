@@ -14,13 +14,13 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.parsing import events
 from mlx_paged.parsing.answer import Answer, ToolCall
 from mlx_paged.parsing.definitions import ToolChoice
-from mlx_paged.server import conversions, requests, responses, tool_requests
+from mlx_paged.server import conversions, logprobs, requests, responses, tool_requests
 from mlx_paged.server.bodies import ChatBody
 from mlx_paged.server.config import GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
-from mlx_paged.server.responses import Lazy
+from mlx_paged.server.lazy_json import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 from mlx_paged.server.turn import AnswerReaders, PreparedTurn, Turn
 from mlx_paged.server.turn_preparation import check_takes_tools, prepare
@@ -192,7 +192,7 @@ class ChatAdapter(OpenAIAdapter):
             "usage": self.whole_usage(),
         }
         if self._body.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)
+            whole["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs)
         if self.return_token_ids:
             whole["prompt_token_ids"] = self.generation.prompts[0]
         return whole
@@ -343,7 +343,7 @@ class ChatAdapter(OpenAIAdapter):
         if not body.logprobs:
             return None
         as_ids = bool(body.return_tokens_as_token_ids)
-        content = responses.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
+        content = logprobs.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
         return {"content": Lazy.list(content), "refusal": None}
 
 

@@ -17,11 +17,12 @@ from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.server.bodies import Body, contradiction
 from mlx_paged.server.context import context_of
 from mlx_paged.server.conversation import Conversation
+from mlx_paged.server.embeddings import Embeddings
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded, shorten
-from mlx_paged.server.pooling import Embeddings, check_embeds
+from mlx_paged.server.lazy_json import Lazy
+from mlx_paged.server.pooling import check_embeds
 from mlx_paged.server.pooling_bodies import MAX_TEXTS, PoolingRequest
 from mlx_paged.server.requests import read_body
-from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import json_response, unless_disconnected
 
 EmbeddingType = Literal["float", "base64", "binary", "ubinary"]

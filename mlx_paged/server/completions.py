@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mlx_paged.engine.outputs import CompletionOutput, PositionReport
 from mlx_paged.engine.request_stream import MAX_UPDATES
 from mlx_paged.engine.sampling_params import SamplingParams
-from mlx_paged.server import responses
+from mlx_paged.server import logprobs, responses
 from mlx_paged.server.bodies import CompletionBody
 from mlx_paged.server.config import MAX_SEQUENCES_PER_REQUEST, GenerationDefaults, ServerConfig
 from mlx_paged.server.context import context_of
@@ -20,8 +20,8 @@ from mlx_paged.server.conversation import Renderer
 from mlx_paged.server.conversions import check_logprobs, max_tokens_of, sampling_params
 from mlx_paged.server.errors import bad_request
 from mlx_paged.server.generation import Generation, Piece
+from mlx_paged.server.lazy_json import Lazy
 from mlx_paged.server.requests import read_body
-from mlx_paged.server.responses import Lazy
 from mlx_paged.server.streaming import OpenAIAdapter, respond
 from mlx_paged.server.tool_requests import names_of, structured_outputs_of
 
@@ -143,7 +143,7 @@ class CompletionAdapter(OpenAIAdapter):
         self._n = body.n or 1
         # Only the prompt is requested. The engine generates one token anyway.
         self._drops_answer = body.max_tokens == 0
-        self._logprobs: dict[tuple[int, int], responses.CompletionLogprobs] = {}
+        self._logprobs: dict[tuple[int, int], logprobs.CompletionLogprobs] = {}
 
     def whole(self) -> responses.CompletionAnswer:
         whole = self.chunk(Lazy.list(self._whole_choices()))
@@ -159,7 +159,7 @@ class CompletionAdapter(OpenAIAdapter):
                 choice = self._choice(piece, self._echo(index) + piece.text, reports)
                 choice["index"] = next(count)
                 if self._body.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = responses.prompt_logprobs(output.prompt_logprobs)
+                    choice["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs)
                 yield choice
 
     def piece(self, piece: Piece) -> Iterable[bytes]:
@@ -240,7 +240,7 @@ class CompletionAdapter(OpenAIAdapter):
         if key not in self._logprobs:
             first = self.generation.prompts[piece.prompt][0]
             text = self.generation.model.renderer.tokenizer.decode([first])
-            self._logprobs[key] = responses.CompletionLogprobs(
+            self._logprobs[key] = logprobs.CompletionLogprobs(
                 body.logprobs, as_ids=bool(body.return_tokens_as_token_ids), first=(first, text)
             )
         return self._logprobs[key].piece(reports)

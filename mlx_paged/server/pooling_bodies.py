@@ -168,7 +168,7 @@ class PoolingAnswer(PoolingAnswerBase):
 
 
 class Score(TypedDict):
-    """How near two texts are: a cosine, in [-1, 1]."""
+    """The similarity of two texts: a cosine in [-1, 1], or the model's score of the pair."""
 
     object: Literal["score"]
     index: int

@@ -20,7 +20,7 @@ from mlx_paged.server.bodies import GenerationBody
 from mlx_paged.server.chat import prepared_chat
 from mlx_paged.server.completions import prepared_completion
 from mlx_paged.server.context import context_of, request_log_of
-from mlx_paged.server.responses import Lazy
+from mlx_paged.server.lazy_json import Lazy
 from mlx_paged.server.streaming import json_response
 
 

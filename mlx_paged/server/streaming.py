@@ -24,7 +24,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mlx_paged.server import responses, stream_response
+from mlx_paged.server import lazy_json, responses, stream_response
 from mlx_paged.server.bodies import GenerationBody
 from mlx_paged.server.disconnect import ClientDisconnectedError, while_connected
 from mlx_paged.server.errors import ApiError, failed
@@ -152,7 +152,7 @@ async def json_response(
 
     A body over `_MAX_HELD` bytes is serialized while it is sent, at the client's pace.
     """
-    pieces = _in_turns(responses.json_pieces(body))
+    pieces = _in_turns(lazy_json.json_pieces(body))
     held = []
     size = 0
     async for piece in pieces:
@@ -258,7 +258,7 @@ async def events_of(adapter: Adapter) -> AsyncGenerator[bytes]:
 
 def sse(body: Mapping[str, Any]) -> bytes:
     """Returns one server-sent event."""
-    return b"data: " + responses.json_bytes(body) + b"\n\n"
+    return b"data: " + lazy_json.json_bytes(body) + b"\n\n"
 
 
 class TextEvent:

@@ -131,7 +131,7 @@ class CallBody(_Part):
 
 
 def tools_of(tools: list[ToolBody] | None, functions: list[FunctionBody] | None) -> list[Tool]:
-    """The tools of a body; `functions` is their legacy form.
+    """Returns the tools of a body; `functions` is their legacy form.
 
     Raises:
         ApiError: 400 for a tool of another kind, and for a name that is used twice.
@@ -243,7 +243,7 @@ def format_of(given: ResponseFormat | None) -> StructuredOutputs | None:
 
     Raises:
         ApiError: 400 for an unknown type, or a schema that is missing.
-        InvalidParameterError: a schema that is none.
+        InvalidParameterError: The schema is invalid.
     """
     if given is None or given.type == "text":
         return None
@@ -284,7 +284,7 @@ def structured_outputs_of(body: Any) -> StructuredOutputs | None:
 
     Raises:
         ApiError: 400 for two of them.
-        InvalidParameterError: a value that `StructuredOutputs` refuses.
+        InvalidParameterError: `StructuredOutputs` refuses a value.
     """
     guided = {
         field: value

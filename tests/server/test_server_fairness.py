@@ -29,7 +29,7 @@ from mlx_paged.server.bodies import ChatBody, CompletionBody, DetokenizeBody
 from mlx_paged.server.body_bounds import MAX_DEPTH, MAX_FIELDS, MAX_VALUES, BodyBounds
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.responses import Lazy, json_bytes, json_pieces
+from mlx_paged.server.lazy_json import Lazy, json_bytes, json_pieces
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "x"}

@@ -36,7 +36,7 @@ from mlx_paged.engine.loading import load
 from mlx_paged.engine.pooling.params import PoolerConfig
 from mlx_paged.engine.pooling.runner import PooledPrompt
 from mlx_paged.errors import EngineOverloadedError, InvalidParameterError
-from mlx_paged.server import cohere, engine_service, logs, pooling, pooling_bodies, run
+from mlx_paged.server import cohere, embeddings, engine_service, logs, pooling_bodies, run
 from mlx_paged.server.api import API
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.pooling_bodies import (
@@ -546,7 +546,7 @@ def test_texts_that_find_the_queue_full_wait_for_those_before_them(monkeypatch) 
 
 def test_a_full_queue_that_has_room_again_is_asked_again(monkeypatch) -> None:
     """Though no other text of the request is under way any more."""
-    submit, result = AsyncEngine.submit, pooling.Embeddings._result
+    submit, result = AsyncEngine.submit, embeddings.Embeddings._result
     ended, refused = [], []
 
     async def noting(self: Any, stream: Any) -> Any:
@@ -563,7 +563,7 @@ def test_a_full_queue_that_has_room_again_is_asked_again(monkeypatch) -> None:
             raise EngineOverloadedError(1, 1)
         return await submit(self, request)
 
-    monkeypatch.setattr(pooling.Embeddings, "_result", noting)
+    monkeypatch.setattr(embeddings.Embeddings, "_result", noting)
     monkeypatch.setattr(AsyncEngine, "submit", late)
     with running(**ENGINE) as server, server.client() as client:
         assert embed(client, input=[[i] for i in range(10)]).shape[0] == 10 and refused

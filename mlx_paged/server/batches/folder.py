@@ -3,13 +3,13 @@
     lock                  held by the one server that uses the folder
     files/ID.json         a file of the API: name, purpose, size, times
     files/ID.data         its content; or an output that is still being written
-    files/*.part          uploads under way; removed at the next start
+    files/*.part          unfinished uploads; removed at the next start
     batches/ID.json       a batch
     batches/ID.input      the requests of a batch that are no file of the API
     batches/ID.answers, ID.failures    its output
 
-Names are made here, never taken from a client. Everything is readable by the user alone. Files of
-other names are none of the server's: they are neither read nor removed.
+Names are made here, never taken from a client. Only the user can read the files. Files with other
+names are not the server's: they are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Folder:
             os.close(self._lock)
 
     def num_bytes(self) -> int:
-        """Bytes of everything stored, without uploads under way."""
+        """Returns the bytes of everything stored, without unfinished uploads."""
         total = 0
         for kind in (_FILES, _BATCHES):
             with os.scandir(self.path / kind) as entries:
@@ -163,7 +163,7 @@ class Folder:
     # Files of the API.
 
     def begin_upload(self) -> Upload:
-        """A file to receive."""
+        """Creates the file of an upload."""
         return Upload(self.path / _FILES / f"{uuid.uuid4().hex}{_PART}")
 
     def discard(self, upload: Upload) -> None:
@@ -211,7 +211,7 @@ class Folder:
         """Removes content that belongs to no file or batch.
 
         Args:
-            in_use: outputs that are being written.
+            in_use: Outputs that are being written.
         """
         known = {self.data_path(file_id) for file_id in self.files} | in_use
         for path in self._files_of_kind(_FILES):
@@ -287,7 +287,7 @@ class Folder:
 
 
 def new_file_id() -> str:
-    """An id that cannot be guessed."""
+    """Returns an id that cannot be guessed."""
     return f"file-{uuid.uuid4().hex}"
 
 
@@ -300,7 +300,7 @@ def open_new(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _removed_unless_done(path: Path) -> Iterator[None]:
-    """Removes a file if something fails: it would stay on a full disk."""
+    """Removes a file if the body fails; otherwise it would stay, possibly on a full disk."""
     try:
         yield
     except BaseException:

@@ -193,7 +193,7 @@ class BatchManager:
         return replace(record, completed=counts.answered, failed=counts.failed)
 
     def batches(self, kind: str) -> list[BatchRecord]:
-        """All batches of an API, the newest first."""
+        """Returns all batches of an API, the newest first."""
         found = (self.get(record.id) for record in reversed(self._records.values()))
         return [record for record in found if record is not None and record.kind == kind]
 
@@ -439,7 +439,7 @@ class BatchManager:
         return "expired" if expired else "cancelled"
 
     async def _end(self, batch_id: str, ending: Status, counts: Counts) -> BatchRecord:
-        """Notes that no more lines will be answered."""
+        """Records that no more lines will be answered."""
         results = {"ending": ending, "completed": counts.answered, "failed": counts.failed}
         now = int(self._now())
         record = await self._change(
@@ -545,7 +545,7 @@ class BatchManager:
 
 
 def new_batch_id(prefix: str) -> str:
-    """An id that cannot be guessed."""
+    """Returns an id that cannot be guessed."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -554,7 +554,7 @@ def _described(code: str, message: str, line: int | None = None) -> dict[str, An
 
 
 async def _to_the_end(work: Any) -> None:
-    """Waits for something, also if the waiting task is cancelled; passes that on then."""
+    """Waits for `work` even if the waiting task is cancelled, and raises CancelledError then."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():

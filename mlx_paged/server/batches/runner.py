@@ -55,7 +55,7 @@ class Sink(Protocol):
         """Writes output lines; they survive a crash once it has returned. Called on a thread.
 
         Raises:
-            MlxPagedError: they could not be written.
+            MlxPagedError: They could not be written.
         """
 
 
@@ -132,10 +132,10 @@ class BatchRunner:
         self._custom_ids: set[int] = set()  # Hashes, because a batch may have many lines.
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Answers all lines. Whatever was answered is written, also after an error.
+        """Answers all lines. Even after an error, it writes every answer that it has.
 
         Raises:
-            MlxPagedError: the engine or the output failed; the rest can be resumed.
+            MlxPagedError: The engine or the output failed; the rest can be resumed.
         """
         try:
             async with asyncio.TaskGroup() as writing:
@@ -231,13 +231,13 @@ class BatchRunner:
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:
-    """The first error within nested groups."""
+    """Returns the first error within nested groups."""
     failure = failures.exceptions[0]
     return _first(failure) if isinstance(failure, BaseExceptionGroup) else failure
 
 
 def error_line(line: Line, error: LineError) -> bytes:
-    """The output of a line that was not answered."""
+    """Returns the output of a line that was not answered."""
     described = {"code": error.code, "message": f"line {line.number}: {error}"}
     made = {"id": line.id, "custom_id": error.custom_id, "response": None, "error": described}
     return json.dumps(made).encode()

@@ -20,7 +20,7 @@ from mlx_paged.parsing.events import (
     Event,
     ReasoningText,
 )
-from mlx_paged.server import responses
+from mlx_paged.server import lazy_json
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversions import check_priority
 from mlx_paged.server.errors import ApiError, bad_request, message_error, shorten
@@ -299,7 +299,7 @@ class MessagesAdapter(TurnAdapter):
 
 
 def _event(body: MessageEvent) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), responses.json_bytes(body))
+    return b"event: %b\ndata: %b\n\n" % (body["type"].encode(), lazy_json.json_bytes(body))
 
 
 def _arguments(text: str) -> dict[str, Any]:

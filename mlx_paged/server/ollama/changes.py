@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged import hub
-from mlx_paged.server import responses
+from mlx_paged.server import lazy_json
 from mlx_paged.server.catalog import ModelStatus, catalog_of
 from mlx_paged.server.config import DEFAULT_TAG
 from mlx_paged.server.context import ServerContext, request_log_of, server_context_of
@@ -218,5 +218,5 @@ class _PullResponse(Response):
 
 
 def _line(content: object) -> dict[str, object]:
-    body = responses.json_bytes(content) + b"\n"
+    body = lazy_json.json_bytes(content) + b"\n"
     return {"type": "http.response.body", "body": body, "more_body": True}

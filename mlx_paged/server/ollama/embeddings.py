@@ -10,14 +10,15 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.pooling.params import PoolingParams
 from mlx_paged.server.context import context_of
+from mlx_paged.server.embeddings import Embeddings
 from mlx_paged.server.errors import context_exceeded
+from mlx_paged.server.lazy_json import Lazy
 from mlx_paged.server.ollama.answers import EmbedAnswer, EmbeddingsAnswer
 from mlx_paged.server.ollama.bodies import EmbedBody, EmbeddingsBody, ModelRequest
 from mlx_paged.server.ollama.endpoints import nanoseconds
-from mlx_paged.server.pooling import Embeddings, check_embeds
+from mlx_paged.server.pooling import check_embeds
 from mlx_paged.server.pooling_bodies import PoolingRequest
 from mlx_paged.server.requests import read_body
-from mlx_paged.server.responses import Lazy
 from mlx_paged.server.served_model import ServedModel
 from mlx_paged.server.streaming import json_response, unless_disconnected
 

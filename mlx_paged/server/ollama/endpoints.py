@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged.parsing.answer import ToolCall
 from mlx_paged.parsing.events import CallEnd, ContentText, Event, ReasoningText
-from mlx_paged.server import responses
+from mlx_paged.server import lazy_json, logprobs
 from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.errors import ApiError, bad_request
 from mlx_paged.server.generation import Generation, Piece
@@ -271,7 +271,7 @@ class OllamaAdapter(TurnAdapter):
         if not self._body.logprobs or not piece.logprobs:
             return {}
         num_top = self._body.top_logprobs or 0
-        reports = responses.chat_logprobs(piece.logprobs, num_top, as_ids=False)
+        reports = logprobs.chat_logprobs(piece.logprobs, num_top, as_ids=False)
         found = [dict(report) for report in reports]
         for each in found if not num_top else ():
             del each["top_logprobs"]
@@ -279,7 +279,7 @@ class OllamaAdapter(TurnAdapter):
 
     @staticmethod
     def _line(body: Any) -> bytes:
-        return responses.json_bytes(body) + b"\n"
+        return lazy_json.json_bytes(body) + b"\n"
 
 
 class ChatAdapter(OllamaAdapter):

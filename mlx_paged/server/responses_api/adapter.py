@@ -16,7 +16,7 @@ from mlx_paged.parsing.events import (
     Event,
     ReasoningText,
 )
-from mlx_paged.server import responses
+from mlx_paged.server import logprobs
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generation import Generation, Piece
 from mlx_paged.server.responses import ContentLogprob
@@ -226,7 +226,7 @@ class ResponseAdapter(Adapter):
     def _reports(self, piece: Piece) -> Iterator[ContentLogprob]:
         body = self._body
         as_ids = bool(body.return_tokens_as_token_ids)
-        return responses.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
+        return logprobs.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
 
     def _finish(self) -> Iterator[Told]:
         """Ends open items. An answer without items becomes a message without text."""

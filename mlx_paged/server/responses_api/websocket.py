@@ -24,9 +24,9 @@ from mlx_paged.server import requests
 from mlx_paged.server.bodies import Body
 from mlx_paged.server.context import Context, RequestLog
 from mlx_paged.server.errors import ApiError, failed, shorten
+from mlx_paged.server.lazy_json import json_bytes
 from mlx_paged.server.middleware import log_end
 from mlx_paged.server.rate_limits import budget_of
-from mlx_paged.server.responses import json_bytes
 from mlx_paged.server.responses_api.adapter import ResponseAdapter
 from mlx_paged.server.responses_api.body import ResponseBody
 from mlx_paged.server.responses_api.endpoints import adapter_of, own_names

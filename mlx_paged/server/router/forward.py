@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_paged.server import requests, responses
+from mlx_paged.server import lazy_json, requests
 from mlx_paged.server.context import RequestLog, request_log_of
 from mlx_paged.server.disconnect import ClientDisconnectedError, while_connected
 from mlx_paged.server.errors import (
@@ -361,8 +361,8 @@ def _last_events(body: ErrorAnswer, scope: Scope) -> bytes:
             "error",
             {**event, **{k: error[k] for k in ("code", "message", "param")}},  # type: ignore[literal-required]
         )
-    return b"data: " + responses.json_bytes(body) + b"\n\ndata: [DONE]\n\n"
+    return b"data: " + lazy_json.json_bytes(body) + b"\n\ndata: [DONE]\n\n"
 
 
 def _named_event(name: str, body: MessageError | dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), responses.json_bytes(body))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), lazy_json.json_bytes(body))

@@ -18,8 +18,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 
 from mlx_paged.server.context import RequestLog
 from mlx_paged.server.errors import ApiError, bad_request, shorten, unavailable
+from mlx_paged.server.lazy_json import json_bytes
 from mlx_paged.server.rate_limits import budget_of
-from mlx_paged.server.responses import json_bytes
 from mlx_paged.server.responses_api.websocket import MAX_WAITING, PATH
 from mlx_paged.server.router.context import RouterContext
 from mlx_paged.server.router.forward import keep_alive_of, marks_of, routed_of
