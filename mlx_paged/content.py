@@ -67,7 +67,7 @@ def is_media(part: Mapping[str, Any]) -> bool:
 
 
 def sources_of(messages: Sequence[Mapping[str, Any]]) -> list[MediaSource]:
-    """The media of a conversation, in their order."""
+    """Returns the media of a conversation, in their order."""
     return [
         part
         for message in messages
@@ -87,7 +87,7 @@ def check_kinds(
         reason: The reason why it reads text only.
 
     Raises:
-        InvalidMediaError: it names the first part that is not taken.
+        InvalidMediaError: It names the first part that is not taken.
     """
     for source in sources:
         noun = NOUNS[source.kind]

@@ -616,7 +616,8 @@ def take_rows(
 
 
 def pool_copies() -> int:
-    """Number of whole-pool copies since the process started; 0 if pools are used correctly."""
+    """Returns the number of whole-pool copies since the process started; 0 if pools are used
+    correctly."""
     return ext.pool_copies()
 
 

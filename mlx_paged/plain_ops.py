@@ -223,7 +223,7 @@ def edit_logits(
     last = mx.where(mx.array(source) < 0, -1, newest[mx.array(np.maximum(source, 0))])
 
     def entries_in(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, mx.array]:
-        """The edited row of each entry, and the entries."""
+        """Returns the edited row of each entry, and the entries."""
         of = np.repeat(np.arange(len(first)), end - first)
         at = np.concatenate([np.arange(a, b) for a, b in zip(first, end)])
         return of, mx.array(at.astype(np.int32))

@@ -103,7 +103,8 @@ class Admission:
         return True
 
     def first(self, step: StepBuilder, *, with_long: bool) -> Sequence | None:
-        """The first waiting sequence that could be admitted. Parks or holds those before it."""
+        """Returns the first waiting sequence that could be admitted. Parks or holds those before
+        it."""
         budgets = step.parking_budgets
         while budgets[False] > 0:
             seq = self._waiting.first(with_long=with_long and budgets[True] > 0)
@@ -120,7 +121,7 @@ class Admission:
         return None
 
     def _num_admissible_prefills(self, step: StepBuilder) -> int:
-        """Number of sequences that `max_num_prefills` still admits."""
+        """Returns the number of sequences that `max_num_prefills` still admits."""
         limit = self._config.max_num_prefills
         if limit is None:
             return self._config.max_num_seqs

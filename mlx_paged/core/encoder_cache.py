@@ -141,7 +141,8 @@ class EncoderCache:
     # Features for a chunk.
 
     def num_affordable(self, media: PromptMedia, items: range, *, whole: bool = False) -> int:
-        """Number of leading items of a chunk that are cached or that this step may encode.
+        """Returns the number of leading items of a chunk that are cached or that this step may
+        encode.
 
         Args:
             items: Items of the chunk, in order.

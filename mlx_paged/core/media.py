@@ -124,7 +124,7 @@ class PromptMedia:
         return range(bisect_right(self._ends, start), bisect_left(self._offsets, end))
 
     def num_before(self, position: int) -> int:
-        """Number of items that end at or before `position`."""
+        """Returns the number of items that end at or before `position`."""
         return bisect_right(self._ends, position)
 
 
@@ -159,7 +159,7 @@ class MediaIds:
         self._items: list[tuple[int, int, bytes]] = []  # (first id, length, key), ascending
 
     def __len__(self) -> int:
-        """Number of remembered items."""
+        """Returns the number of remembered items."""
         return len(self._bases)
 
     def base(self, key: bytes, length: int) -> int:

@@ -86,7 +86,7 @@ class MediaScheduler:
         return self.encoder_cache.num_affordable(media, items, whole=True) == len(items)
 
     def chunk(self, seq: Sequence, num_tokens: int, budget: int, prompt_budget: int) -> int:
-        """Tokens of a chunk that the step can compute.
+        """Returns the tokens of a chunk that the step can compute.
 
         The chunk ends before the first item that the step may not encode, and never splits an
         atomic item. An atomic item at the start of the step's first chunk may exceed the budget

@@ -22,7 +22,7 @@ class PrefixSharing:
         self._requests = requests
 
     def query(self, seq: Sequence) -> PrefixQuery:
-        """A waiting sequence's prefix cache search; it resumes where it stopped."""
+        """Returns a waiting sequence's prefix cache search; it resumes where it stopped."""
         limit = seq.request.next_boundary(seq.request.num_parent_tokens) or len(seq.tokens) - 1
         if seq.query is None or seq.query.num_tokens != limit:
             media = seq.request.prompt_media
@@ -96,7 +96,7 @@ class PrefixSharing:
         return self._requests.get(owner.request.request_id) is owner.request
 
     def fork_source(self, request: Request) -> Sequence | None:
-        """A running sibling whose committed blocks hold the whole prompt."""
+        """Returns a running sibling whose committed blocks hold the whole prompt."""
         source = self._prompt_source(request)
         # A source admitted in this very step has a pending copy. It can hold a whole prompt only if
         # the tree does; the manager then prefers the tree.
@@ -105,7 +105,7 @@ class PrefixSharing:
         return source
 
     def _prompt_source(self, request: Request) -> Sequence | None:
-        """The running sibling to fork, now or once it has computed the prompt."""
+        """Returns the running sibling to fork, now or once it has computed the prompt."""
         if request.n == 1 or not self._kv.prefixes.keeps_last_token_forkable(
             request.num_prompt_tokens
         ):

@@ -114,7 +114,7 @@ class WaitingQueue:
         return self._long if self._is_long(len(seq.tokens)) else self._short
 
     def first(self, *, with_long: bool = True) -> Sequence | None:
-        """The first ready sequence; only short ones unless `with_long`."""
+        """Returns the first ready sequence; only short ones unless `with_long`."""
         if not (with_long and self._long):
             return self._short.first if self._short else None
         if not self._short or self._long.first.order < self._short.first.order:

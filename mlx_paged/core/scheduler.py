@@ -464,7 +464,7 @@ class Scheduler:
             self.finish_sequence(seq, reason)
 
     def take_expired(self) -> list[Sequence]:
-        """The sequences that timed out since the last call."""
+        """Returns the sequences that timed out since the last call."""
         expired, self._expired = self._expired, []
         return expired
 
@@ -644,7 +644,8 @@ class Scheduler:
         return num_tokens if boundary is None else min(num_tokens, boundary - start)
 
     def _secure_chunk(self, seq: Sequence, num_tokens: int) -> int:
-        """Number of tokens of a chunk that fit; always all of them with full attention only.
+        """Returns the number of tokens of a chunk that fit; always all of them with full attention
+        only.
 
         Admission does not reserve windows and states, because a long prompt never needs most of
         them at once. If nothing fits, the last sequence in service order is preempted. If that one

@@ -130,7 +130,8 @@ class StepBuilder:
         return num_tokens > self._config.long_prefill_threshold
 
     def chunk_for(self, num_tokens: int, start: int) -> int:
-        """Tokens this step spends on a prompt with `num_tokens` left at position `start`."""
+        """Returns the tokens this step spends on a prompt with `num_tokens` left at position
+        `start`."""
         if self.is_long(num_tokens):
             share = self.long_budget
             # A long prompt that is alone may use the whole step.
@@ -160,7 +161,8 @@ class StepBuilder:
         return self._media.chunk(seq, num_tokens, self.budget, self.prompt_budget)
 
     def num_drafts_for(self, seq: Sequence, end: int) -> int:
-        """Number of drafts that the step verifies for a sequence. Allocates room for them.
+        """Returns the number of drafts that the step verifies for a sequence. Allocates room for
+        them.
 
         Reserves one token of the step for every running sequence. The last output token is never a
         draft.
@@ -181,7 +183,8 @@ class StepBuilder:
             self.budget = min(self.budget, self._time_budget.num_tokens(0))
 
     def _short_demand(self) -> int:
-        """Tokens that short prompts could use in this step. Stops counting at half the budget."""
+        """Returns the tokens that short prompts could use in this step. Stops counting at half the
+        budget."""
         enough = self.budget // 2
         demand = 0
         for seq in self.prefilling:

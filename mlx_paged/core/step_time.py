@@ -144,7 +144,7 @@ class StepTimeBudget:
         self._num_spent = 0
 
     def num_tokens(self, start: int) -> int:
-        """Number of tokens that a chunk at position `start` may have; at least 0.
+        """Returns the number of tokens that a chunk at position `start` may have; at least 0.
 
         The chunks of a step may have `MIN_PROMPT_TOKENS` together, even if they take too long.
         """

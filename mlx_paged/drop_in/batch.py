@@ -137,8 +137,8 @@ class BatchSequence:
         return reason
 
     def context(self, newest: mx.array) -> mx.array:
-        """All tokens through `newest`, for logits processors. `newest` is ``[1]`` and may be in
-        flight."""
+        """Returns all tokens through `newest`, for logits processors. `newest` is ``[1]`` and may
+        be in flight."""
         if self._context is None:
             # The first call is for the last prompt token, which `tokens` already includes.
             self._context = mlx_lm_cache.TokenBuffer(self.tokens[:-1])
@@ -249,7 +249,7 @@ class PagedBatch:
         }
 
     def sequences(self, uids: Iterable[int]) -> list[BatchSequence]:
-        """The sequences with these uids."""
+        """Returns the sequences with these uids."""
         return [self._entries[uid] for uid in uids if uid in self._entries]
 
     @exclusive

@@ -118,7 +118,7 @@ class DropInRunner:
         return self._numbers.get(group_spec, 0)
 
     def block_bytes(self, number: int) -> int:
-        """Bytes of one block's keys and values in the layers of a group."""
+        """Returns the bytes of one block's keys and values in the layers of a group."""
         group_specs = self._group_specs(number)
         return self.block_size * sum(
             self.layout.bytes_per_token(group_spec) for group_spec in group_specs

@@ -344,7 +344,8 @@ class PagedSequence:
 
     @exclusive
     def cached_tokens(self, tokens: Sequence[int], limit: int | None = None) -> int:
-        """Number of leading tokens of `tokens` that the sequence would have after `attach_prefix`.
+        """Returns the number of leading tokens of `tokens` that the sequence would have after
+        `attach_prefix`.
 
         Args:
             limit: Maximum number of tokens; None means all but the last.

@@ -28,11 +28,7 @@ from mlx_paged.engine.request_options import params_of
 from mlx_paged.engine.request_stream import RequestStream, SequenceDelta
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.errors import (
-    EngineDeadError,
-    EngineOverloadedError,
-    ForkedProcessError,
-)
+from mlx_paged.errors import EngineDeadError, EngineOverloadedError, ForkedProcessError
 from mlx_paged.kernels import OnKernel
 
 T = TypeVar("T")
@@ -264,7 +260,7 @@ class AsyncEngine:
         self.engine.intake.remove_lora(request)
 
     async def stats(self) -> EngineStats:
-        """The engine's statistics, taken between two steps."""
+        """Returns the engine's statistics, taken between two steps."""
         return await self._call(lambda engine: engine.stats())
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

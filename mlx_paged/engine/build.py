@@ -32,11 +32,7 @@ from mlx_paged.engine.relief import Relief
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.engine.sampling.logprobs import LogprobReport
 from mlx_paged.engine.sampling.masks import MaskSource, SequenceMasks
-from mlx_paged.engine.speculation.build import (
-    build_assistant,
-    build_draft_model,
-    build_speculator,
-)
+from mlx_paged.engine.speculation.build import build_assistant, build_draft_model, build_speculator
 from mlx_paged.engine.speculation.head_drafter import HeadDrafter
 from mlx_paged.engine.speculation.speculator import Speculator
 from mlx_paged.engine.step_columns import StepColumns

@@ -178,7 +178,7 @@ class EngineClient(Protocol):
         """Drops an adapter. Running requests keep theirs."""
 
     async def stats(self) -> EngineStats:
-        """The engine's statistics, taken between two steps."""
+        """Returns the engine's statistics, taken between two steps."""
 
     def observe_steps(self, observer: Callable[[int], None]) -> None:
         """Has the engine call a function with the number of tokens of each step it launches.

@@ -106,7 +106,7 @@ def _decode(seq: str) -> str:
 
 
 def _spelled_bytes(piece: str) -> bytes:
-    """The bytes that a token of byte-level BPE spells."""
+    """Returns the bytes that a token of byte-level BPE spells."""
     decoder = _byte_decoder()
     return b"".join(bytes([decoder[c]]) if c in decoder else c.encode() for c in piece)
 
@@ -129,7 +129,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """The bytes of a token."""
+        """Returns the bytes of a token."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._find(token)
@@ -193,7 +193,7 @@ class IncrementalDetokenizer:
         params: SamplingParams,
         special_token_ids: Collection[int],
     ) -> IncrementalDetokenizer:
-        """The text of an answer with these parameters."""
+        """Returns the text of an answer with these parameters."""
         return cls(
             tokenizer,
             params.stop_strings,

@@ -217,7 +217,7 @@ class Engine:
         return self._output_processor.request_states.get(request_id)
 
     def request_states(self) -> list[RequestState]:
-        """The unfinished requests, in order of arrival."""
+        """Returns the unfinished requests, in order of arrival."""
         return list(self._output_processor.request_states.values())
 
     def abort(self, request_id: str) -> bool:
@@ -525,7 +525,7 @@ class Engine:
     # Statistics.
 
     def stats(self) -> EngineStats:
-        """The engine's statistics."""
+        """Returns the engine's statistics."""
         self._enter()
         with self._guard.lock:
             if self.needs_recovery:

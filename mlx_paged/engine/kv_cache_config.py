@@ -72,7 +72,7 @@ class KVCacheConfig:
             self._max_blocks = 1 + max(_MAX_BLOCKS_WITHOUT_LAYERS, whole)
 
     def sizes(self, num_blocks: int) -> PoolSizes:
-        """The sizes that go with a full group of `num_blocks` blocks."""
+        """Returns the sizes that go with a full group of `num_blocks` blocks."""
         if not self.windows and not self._layout.has_states:
             return PoolSizes(num_blocks)
         num_sequences = -(-num_blocks // self._typical_blocks)
@@ -110,14 +110,14 @@ class KVCacheConfig:
         return blocks
 
     def window_specs(self, sizes: PoolSizes) -> list[WindowGroupSpec]:
-        """The window groups, as the KV manager takes them."""
+        """Returns the window groups, as the KV manager takes them."""
         return [
             WindowGroupSpec(num_blocks, _span(group_spec) or 0, group_spec.first_visible)
             for group_spec, num_blocks in zip(self.windows, sizes.window_blocks, strict=True)
         ]
 
     def state_spec(self, sizes: PoolSizes) -> StateGroupSpec | None:
-        """The state slots, as the KV manager takes them."""
+        """Returns the state slots, as the KV manager takes them."""
         return StateGroupSpec(sizes.num_state_slots) if sizes.num_state_slots else None
 
     def _blocks_for(self, num_tokens: int) -> int:

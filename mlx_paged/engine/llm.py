@@ -92,7 +92,7 @@ class LLM:
         return self.engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """The engine's statistics."""
+        """Returns the engine's statistics."""
         return self.engine.stats()
 
     def generate(

@@ -52,14 +52,14 @@ def source_of(
 
 
 def data_sources(given: Any, field: str) -> list[MediaSource]:
-    """The items of a prompt's `multi_modal_data`; see `multimodal.parts.data_sources`."""
+    """Returns the items of a prompt's `multi_modal_data`; see `multimodal.parts.data_sources`."""
     from mlx_paged.multimodal import parts
 
     return parts.data_sources(given, field)
 
 
 def image_types() -> list[str]:
-    """The media types of images that can be decoded; none without Pillow."""
+    """Returns the media types of images that can be decoded; none without Pillow."""
     from mlx_paged.multimodal import decode
 
     return decode.image_types()
@@ -95,7 +95,7 @@ class TextWithMedia(NamedTuple):
 
     @classmethod
     def of(cls, text: str, sources: list[MediaSource]) -> TextWithMedia:
-        """A prompt whose placeholders all stand for media."""
+        """Returns a prompt whose placeholders all stand for media."""
         from mlx_paged.multimodal.marks import marked
 
         return cls(marked(text, ()), sources)

@@ -65,7 +65,7 @@ class MemoryUsage:
 
 
 def live_arrays() -> int:
-    """Number of live `mx.array` objects in this process.
+    """Returns the number of live `mx.array` objects in this process.
 
     It walks all objects of the interpreter (some ten milliseconds): for tests and for finding a
     leak. Objects frozen by `gc.freeze` are not seen.
@@ -258,7 +258,7 @@ def allocate_fitting(allocate: Callable[[int], None], num_blocks: int, *, exactl
 
 
 def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
-    """Bytes that the largest step needs: all its rows, and as many as possible sampled.
+    """Returns the bytes that the largest step needs: all its rows, and as many as possible sampled.
 
     It runs on small temporary pools. On a GPU that takes the step layer by layer, this also
     decides how many layers the host may be ahead, see `model.layerwise`.
@@ -280,7 +280,7 @@ def measure_activations(runner: ModelRunner, config: EngineConfig) -> int:
 
 
 def _peak_of(runner: ModelRunner, batch: StepBatch) -> int:
-    """Bytes that a step needs."""
+    """Returns the bytes that a step needs."""
     mx.synchronize()
     gc.collect()  # Otherwise, a collection during the step would distort the measurement.
     before = mx.get_active_memory()

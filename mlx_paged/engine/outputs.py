@@ -191,7 +191,7 @@ class DeferredText:
         end).
 
         Raises:
-            StepError: the tokenizer cannot decode a token.
+            StepError: The tokenizer cannot decode a token.
         """
         with self._lock:
             self._decode(end)
@@ -279,7 +279,7 @@ class SequenceUpdate(NamedTuple):  # Twice as fast as a dataclass; every token m
         Unless the request has stop strings, it is decoded here, on the reader's thread.
 
         Raises:
-            StepError: the tokenizer cannot decode a token.
+            StepError: The tokenizer cannot decode a token.
         """
         pieces, begin = self.pieces, self.num_tokens_before
         if isinstance(pieces, list):

@@ -103,7 +103,7 @@ class PoolMemory:
         return per_token * model.block_size
 
     def _sizes(self, num_blocks: int) -> list[int]:
-        """The blocks of each attention group, by the blocks of the full one."""
+        """Returns the blocks of each attention group, by the blocks of the full one."""
         sizes = self._kv_config.sizes(num_blocks)
         return [sizes.num_blocks, *sizes.window_blocks]
 

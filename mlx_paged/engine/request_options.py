@@ -100,11 +100,11 @@ def media_prompts_of(given: Any) -> list[str | list[Any] | TextWithMedia]:
 
 
 def media_prompt_of(field: str, given: Any) -> str | list[Any] | TextWithMedia:
-    """A prompt as `prompt_of` takes it, or vLLM's mapping with `prompt` or `prompt_token_ids`, and
-    `multi_modal_data`.
+    """Returns a prompt as `prompt_of` takes it, or vLLM's mapping with `prompt` or
+    `prompt_token_ids`, and `multi_modal_data`.
 
     Raises:
-        InvalidParameterError: neither of them.
+        InvalidParameterError: Neither of them.
     """
     if isinstance(given, TextWithMedia):
         return given
@@ -120,7 +120,7 @@ def _split(given: Mapping[str, Any], field: str) -> tuple[Any, list[MediaSource]
     """vLLM's form of a prompt: its text or its token ids, and its media.
 
     Raises:
-        InvalidParameterError: an entry that is none, both of them, or tokens with media.
+        InvalidParameterError: An entry that is none, both of them, or tokens with media.
     """
     for name in given:
         if name not in _PROMPT_FIELDS:

@@ -209,7 +209,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> SequenceDelta:
-        """The next delta.
+        """Returns the next delta.
 
         Raises:
             EngineDeadError: The engine stopped before the request finished.

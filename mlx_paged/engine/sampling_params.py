@@ -210,7 +210,7 @@ class SamplingParams:
         )
 
     def stop_policy(self, eos_token_ids: frozenset[int]) -> StopPolicy:
-        """The part that the scheduler applies."""
+        """Returns the part that the scheduler applies."""
         return StopPolicy(
             max_tokens=self.max_tokens,
             eos_token_ids=eos_token_ids,

@@ -113,7 +113,7 @@ class MetadataCache:
         positions: npt.NDArray[np.int64],
         drafts: SequenceOf[tuple[int, ...]] = (),
     ) -> SamplingMetadata:
-        """The metadata of a step that samples these sequences.
+        """Returns the metadata of a step that samples these sequences.
 
         Args:
             sampled: ``[num_sampled]``; a sequence with drafts is there once for each token.

@@ -112,7 +112,7 @@ class BlockBytes(ABC):
         """Drops all unfinished reads and writes, after an interrupted step."""
 
     def _current(self) -> list[list[Rows]]:
-        """The parts of each group's blocks. Pools are replaced when their sizes change."""
+        """Returns the parts of each group's blocks. Pools are replaced when their sizes change."""
         further = () if self._companion is None else self._companion.allocated_pools
         pools = [*self._model.allocated_pools, *further]
         if len(pools) != len(self._pools) or any(a is not b for a, b in zip(pools, self._pools)):

@@ -59,7 +59,7 @@ class LastLayerPruning:
         self._attention: list[tuple[mx.array, mx.array, Attend]] = []
 
     def on(self, rows: mx.array, plan: AttentionPlan) -> LastLayerPruning:
-        """The same for other arrays, in a step that has not been built."""
+        """Returns the same for other arrays, in a step that has not been built."""
         return LastLayerPruning(rows, plan, self.layer, self._pools)
 
     def attention_built(self, layer: int, queries: mx.array, out: mx.array, attend: Attend) -> None:

@@ -78,5 +78,5 @@ def load_head(
 
 
 def without_head(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """The weights of the rest of the model."""
+    """Returns the weights of the rest of the model."""
     return {name: weight for name, weight in weights.items() if not name.startswith(PREFIX)}

@@ -77,7 +77,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    """The end tokens it names: one id, or several.
+    """Returns the end tokens it names: one id, or several.
 
     Raises:
         InvalidParameterError: They are not ids.

@@ -276,7 +276,8 @@ def _number(section: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _complete(section: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with their type under both names, and the length that scaling began at."""
+    """Returns the parameters with their type under both names, and the length that scaling began
+    at."""
     found = dict(parameters)
     # Both exist, and differ, if "mrope" was changed to "default" later.
     old = "longrope" if found.get("type") == "su" else found.get("type")

@@ -450,7 +450,7 @@ def conform_positions(model: nn.Module, config: Mapping[str, Any], file: Mapping
 def _read(
     model: nn.Module, config: Mapping[str, Any], file: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any], Any]:
-    """The text model, its section of the config, and transformers' reading of that section."""
+    """Returns the text model, its part of the config, and transformers' reading of that part."""
     inner, section, reference = _text_model(model), config, reference_of(file)
     text = config.get("text_config")
     if inner is not model and isinstance(text, Mapping):
@@ -464,7 +464,7 @@ def _read(
 
 
 def _text_model(model: Any) -> Any:
-    """The model itself, or the text model that a wrapper holds."""
+    """Returns the model itself, or the text model that a wrapper holds."""
     for holder in (model, getattr(model, "model", None)):
         inner = getattr(holder, "language_model", None)
         if inner is not None:

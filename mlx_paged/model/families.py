@@ -132,7 +132,7 @@ _ENCODER_ENDINGS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassif
 
 
 def module_of(config: Mapping[str, Any]) -> str:
-    """The module of mlx-lm that runs a model of this ``config.json``."""
+    """Returns the module of mlx-lm that runs a model of this ``config.json``."""
     model_type = str(config.get("model_type", ""))
     for architecture in config.get("architectures") or ():
         special = MODEL_ARCHITECTURE_REMAPPING.get((model_type, architecture))

@@ -46,7 +46,7 @@ class GatheredGroup:
         block_size: int,
         uniform: bool,
     ) -> GatheredGroup:
-        """The group of the sequences `members` (by number) of a step."""
+        """Returns the group of the sequences `members` (by number) of a step."""
         length = int(inputs.query_lens[members[0]])
         lens = inputs.context_lens[members]
         positions = (lens - length)[:, None] + np.arange(length)
@@ -145,7 +145,8 @@ class GatheredLayerCache(KVPools):
         return self.keys, self.values
 
     def _first_key(self) -> int:
-        """Tokens that a rotating or chunked cache has dropped so far; masks count from there."""
+        """Returns the tokens that a rotating or chunked cache has dropped so far; masks count from
+        there."""
         group, spec = self.group, self.spec
         if group.start is None:
             return 0
@@ -162,7 +163,7 @@ class GatheredLayerCache(KVPools):
         return max(0, group.start - self.spec.chunk)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The last result of `update_and_fetch`, for layers that share it."""
+        """Returns the last result of `update_and_fetch`, for layers that share it."""
         if self.keys is None or self.values is None:
             raise RuntimeError("a layer's keys were read before it wrote any")
         return self.keys, self.values

@@ -271,7 +271,7 @@ class GraphRunner:
         return StepOutput(*self._forward(tokens, step, pools))
 
     def _ways(self, num_rows: int, repeat: Repeat) -> list[_Compiler]:
-        """The ways to compile a step, the best first."""
+        """Returns the ways to compile a step, the best first."""
         platform = self.platform
         if not platform.repeats_steps:
             return [self._cpu_executable]

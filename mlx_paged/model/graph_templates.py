@@ -260,6 +260,6 @@ def _kinds_of(tokens: mx.array, step: Step) -> Iterator[_Kind]:
 
 
 def _around(num: int) -> _Range:
-    """The numbers from above one power of two to the next, among them `num`."""
+    """Returns the numbers from above one power of two to the next, among them `num`."""
     last = 1 << (num - 1).bit_length() if num else 0
     return _Range(min(last // 2 + 1, last), last)

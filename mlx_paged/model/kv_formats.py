@@ -21,7 +21,7 @@ class PoolFormat(StrEnum):
     FP8 = "uint8"  # e4m3, no scales
 
     def row_bytes(self, head_dim: int) -> int:
-        """Bytes of one token and head, its scales included."""
+        """Returns the bytes of one token and head, its scales included."""
         if self is PoolFormat.INT8:
             return head_dim + 2
         if self is PoolFormat.INT4:
@@ -56,7 +56,8 @@ NAMES = (AUTO, *FORMATS, *_ALIASES)
 
 
 def format_named(name: object) -> KVFormat | None:
-    """The format named by `--kv-cache-dtype`; None for "auto", which stores them unquantized.
+    """Returns the format named by `--kv-cache-dtype`; None for "auto", which stores them
+    unquantized.
 
     Raises:
         InvalidParameterError: Any other name.

@@ -31,7 +31,7 @@ class KVCacheGroupSpec:
     chunk: int | None = None  # keys at positions in [p - p % chunk, p]
 
     def first_visible(self, position: int) -> int:
-        """The first position that a row at `position`, or any row after it, can see.
+        """Returns the first position that a row at `position`, or any row after it, can see.
 
         Blocks that lie wholly before it are never read again.
         """
@@ -239,7 +239,7 @@ def _leaves(shape: Shape) -> list[int]:
 
 
 def assemble(tree: Sequence[Shape], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a cache tree as model code takes them: one entry for each layer."""
+    """Returns the leaves of a cache tree as model code takes them: one entry for each layer."""
     # Imported here, because importing mlx_lm imports the drop-in, which imports this module.
     from mlx_lm.models.cache import CacheList
 

@@ -31,11 +31,11 @@ class MediaFeatures(NamedTuple):
     per_layer_inputs: mx.array | None = None
 
     def take(self, rows: mx.array) -> MediaFeatures:
-        """The features of some rows."""
+        """Returns the features of some rows."""
         return self._each(lambda array: array[rows])
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, to be evaluated and counted in bytes."""
+        """Returns all arrays, to be evaluated and counted in bytes."""
         last = [] if self.per_layer_inputs is None else [self.per_layer_inputs]
         return [self.embeds, *self.deepstack, *last]
 
@@ -46,7 +46,7 @@ class MediaFeatures(NamedTuple):
 
     @staticmethod
     def concatenate(parts: list[MediaFeatures]) -> MediaFeatures:
-        """The rows of several features of one model, one after another."""
+        """Returns the rows of several features of one model, one after another."""
         if len(parts) == 1:
             return parts[0]
         # In some models only images have features that are added to layer outputs; audio has none.

@@ -21,7 +21,7 @@ Weights = dict[str, mx.array]
 
 
 def renaming(model_class: type[nn.Module]) -> type[nn.Module]:
-    """The class with a `sanitize` that takes transformers' names first."""
+    """Returns the class with a `sanitize` that takes transformers' names first."""
     sanitize: Any = getattr(model_class, "sanitize", None)
     module = model_class.__module__.rpartition(".")[2]
     rename = _RENAMED.get(module)
@@ -166,8 +166,8 @@ def _falcon_h1(model: Any, weights: Weights) -> Weights:
 
 
 def _gemma3n(model: Any, weights: Weights) -> Weights:
-    """A text model that was saved on its own. Drops unused weights of layers that share the keys of
-    other layers."""
+    """Returns a text model that was saved on its own. Drops unused weights of layers that share the
+    keys of other layers."""
     if any(name.startswith("model.language_model.") for name in weights):
         return weights
     found = {name.replace("model.", "model.language_model.", 1): w for name, w in weights.items()}
@@ -203,7 +203,7 @@ def _gpt_oss(model: Any, weights: Weights) -> Weights:
 
 
 def _llama4(model: Any, weights: Weights) -> Weights:
-    """A text model that was saved on its own."""
+    """Returns a text model that was saved on its own."""
     if any(name.startswith("language_model.") for name in weights):
         return weights
     return {f"language_model.{name}": weight for name, weight in weights.items()}

@@ -80,7 +80,7 @@ def observe(model: nn.Module, model_type: str) -> Observed:
 
 
 def _flatten(caches: Sequence[Any]) -> tuple[list[Any], tuple[Shape, ...]]:
-    """The leaves of mlx-lm's caches, and the tree to put them together again."""
+    """Returns the leaves of mlx-lm's caches, and the tree to put them together again."""
     leaves: list[Any] = []
 
     def walk(cache: Any) -> Shape:

@@ -54,7 +54,7 @@ def of_activations(model: nn.Module, activations: str) -> str | None:
 
 
 def _quantized_bits(model: nn.Module) -> int | None:
-    """The fewest bits of the weights that would stay quantized with dtype "auto"."""
+    """Returns the fewest bits of the weights that would stay quantized with dtype "auto"."""
     found = [
         int(module.bits)
         for module in model.modules()

@@ -279,7 +279,7 @@ class PagedModel:
     # Adapters.
 
     def adapter_targets(self) -> AdapterTargets:
-        """The layers that adapters may change."""
+        """Returns the layers that adapters may change."""
         return AdapterTargets.of(self.model, self._output_rows.module)
 
     def enable_adapters(self, num_slots: int, rank: int, dtype: str = "auto") -> None:

@@ -47,7 +47,7 @@ class Stage:
 
     @classmethod
     def of(cls, model: nn.Module) -> Stage | None:
-        """The stage of any model; None if it has all its layers."""
+        """Returns the stage of any model; None if it has all its layers."""
         found = getattr(model, "stage", None)
         return found if isinstance(found, Stage) else None
 

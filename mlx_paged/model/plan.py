@@ -25,7 +25,7 @@ _ROWS_PER_ITEM = 32
 
 
 def int32(values: np.ndarray, *, stays: bool = False) -> mx.array:
-    """The values as an int32 array of the device; `stays` as in `ops.upload`."""
+    """Returns the values as an int32 array of the device; `stays` as in `ops.upload`."""
     return ops.upload(values.astype(np.int32), stays=stays)[0]
 
 

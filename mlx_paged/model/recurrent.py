@@ -221,7 +221,7 @@ class RecurrentCache(WindowedStates, ArraysCache):  # type: ignore[misc]
 
 
 def regrouped(module: nn.Module, context: StepContext) -> Callable[..., Any]:
-    """The `__call__` of a module that holds recurrent state, for the rows of a flat step."""
+    """Returns a `__call__` for a module that holds recurrent state, for rows of a flat step."""
     base = type(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -64,7 +64,7 @@ class Division:
 
     @classmethod
     def of(cls, model: nn.Module) -> Division:
-        """The division of any model."""
+        """Returns the division of any model."""
         found = getattr(model, "division", None)
         return found if isinstance(found, Division) else cls()
 
@@ -117,7 +117,7 @@ def shard(model: nn.Module, config: Mapping[str, Any], group: mx.distributed.Gro
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers of any model, by their paths in the whole model."""
+    """Returns the linear layers of any model, by their paths in the whole model."""
     layers = {path: m for path, m in model.named_modules() if isinstance(m, LINEAR)}
     for path, module in model.named_modules():
         if isinstance(module, Summed):

@@ -277,7 +277,7 @@ class StagedBlockBytes(BlockBytes):
         self._writing.append(written)
 
     def _beside_of(self, words: _Words) -> mx.array:
-        """The unused pool of "values" for a pool of words."""
+        """Returns the unused pool of "values" for a pool of words."""
         key = words.beside_shape, words.dtype
         if key not in self._beside:
             self._beside[key] = ops.allocate_pool(*words.beside_shape, words.dtype)

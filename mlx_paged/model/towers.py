@@ -70,7 +70,7 @@ def _filled(array: mx.array, rows: int, columns: int) -> mx.array:
 
 
 def _plan(batch: int, rows: int) -> ops.AttentionPlan:
-    """Every row of an image sees all of its rows."""
+    """Plans attention in which every row of an image sees all of its rows."""
     per_item = -(-rows // _BLOCK)
     tables = np.arange(batch * per_item).reshape(batch, per_item).tolist()
     bounds = np.empty((2, batch * rows), dtype=np.int32)

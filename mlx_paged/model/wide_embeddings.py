@@ -17,7 +17,7 @@ class WideEmbedding(nn.Embedding):  # type: ignore[misc]
     """An `nn.Embedding` of 16 bits."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The rows of token ids `x`: ``[*x.shape, dims]`` float32."""
+        """Returns the rows of token ids `x`: ``[*x.shape, dims]`` float32."""
         if patches.is_native_on_cpu():
             return ops.lookup(x, self["weight"])
         return self["weight"][x].astype(mx.float32)
@@ -27,7 +27,7 @@ class WideQuantizedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
     """An `nn.QuantizedEmbedding` that does not round values to the dtype of its scales."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """The rows of token ids `x`: ``[*x.shape, dims]`` float32."""
+        """Returns the rows of token ids `x`: ``[*x.shape, dims]`` float32."""
         if patches.is_native_on_cpu():
             return ops.lookup(
                 x,

@@ -219,7 +219,7 @@ def reduced(image: Image, side: int | None) -> Image:
     """A large picture at 1/2, 1/4 or 1/8 of its size, as a JPEG of that size would be decoded.
 
     Args:
-        side: see `image_of`; None: it keeps its size.
+        side: See `image_of`; None: it keeps its size.
     """
     if side is None or image.width * image.height < LARGE_PICTURE:
         return image

@@ -397,7 +397,7 @@ def of_python(kind: Kind, given: Any, limits: MediaLimits, options: IoOptions, r
     """An item from an object of Python.
 
     Raises:
-        Unusable: it is of no type, shape or range that is taken.
+        Unusable: It is of no type, shape or range that is taken.
     """
     if kind == "image":
         return _picture(given, limits, options)

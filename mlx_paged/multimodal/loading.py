@@ -104,7 +104,7 @@ def load(
 
     Raises:
         ModelLoadError: mlx-vlm has no processor for its files.
-        UnsupportedModelError: its weights are not such as the family is proven with.
+        UnsupportedModelError: Its weights are not such as the family is proven with.
     """
     import_mlx_vlm()
     from mlx_vlm.utils import load_model

@@ -31,8 +31,8 @@ class MultiModalModel(TakesMedia, nn.Module):  # type: ignore[misc]
 
     Args:
         vlm: mlx-vlm's ``Model``; its modules are changed in place.
-        family: how it is run.
-        model_type: names it in errors.
+        family: How it is run.
+        model_type: Names it in errors.
     """
 
     def __init__(self, vlm: nn.Module, family: MediaFamily, model_type: str) -> None:

@@ -130,7 +130,7 @@ def data_sources(given: Any, field: str) -> list[MediaSource]:
     """The items of `multi_modal_data`: each kind with one item, or a list of them.
 
     Raises:
-        InvalidParameterError: it is no such mapping.
+        InvalidParameterError: It is no such mapping.
     """
     if given is None:
         return []

@@ -160,7 +160,7 @@ class MediaModel:
         """The text that stands for the item number `index` of its kind, from 1 on.
 
         Raises:
-            ValueError: the model takes no such items.
+            ValueError: The model takes no such items.
         """
         self._require(kind)
         return self._recipe.marker(self._processor, kind, index)

@@ -199,7 +199,7 @@ class _Writer:
         """Returns the text a model writes to make calls, without the end of its turn.
 
         Raises:
-            Refused: the template does not take them.
+            Refused: The template does not take them.
         """
         text, end = self._with_end(calls, self._content)
         if len(end.strip()) > 2:  # Some render more turns after it.
@@ -255,7 +255,7 @@ def derive_syntax(probe: TemplateProbe) -> CallSyntax:
     """The syntax of calls that a template renders.
 
     Raises:
-        NotDerived: it renders none, or in a way that cannot be read back.
+        NotDerived: It renders none, or in a way that cannot be read back.
     """
     reasoning = reasoning_of(probe)
     refusals: list[str] = []

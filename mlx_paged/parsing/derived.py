@@ -353,7 +353,7 @@ def derived_format(chat_template: str, vocabulary: Mapping[str, int]) -> ToolFor
     """The format of a model's calls, derived from its chat template.
 
     Raises:
-        NotDerived: the template does not show it.
+        NotDerived: The template does not show it.
     """
     try:
         syntax = derive_syntax(TemplateProbe(chat_template, vocabulary))
@@ -370,7 +370,7 @@ def format_of_syntax(
     """The format of a syntax.
 
     Raises:
-        NotDerived: calls could not be told from text.
+        NotDerived: Calls could not be told from text.
     """
     base = _KINDS[syntax.kind]
     if _has_fixed_tags(syntax):

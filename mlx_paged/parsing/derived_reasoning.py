@@ -40,8 +40,8 @@ def derive_reasoning(chat_template: str, vocabulary: Iterable[str] = ()) -> Reas
     """The markers that a template puts around reasoning; None: it renders none, or without an end.
 
     Args:
-        chat_template: its source.
-        vocabulary: the tokenizer's added tokens.
+        chat_template: Its source.
+        vocabulary: The tokenizer's added tokens.
     """
     if re.search(r"reasoning|think|thought", chat_template) is None:
         return None

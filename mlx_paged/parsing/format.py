@@ -116,7 +116,7 @@ class ToolFormat(ABC):
         and their values.
 
         Raises:
-            InvalidParameterError: the schema cannot be used at all.
+            InvalidParameterError: The schema cannot be used at all.
         """
         return ()
 

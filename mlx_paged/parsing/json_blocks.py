@@ -108,7 +108,7 @@ class CallBlockParser:
         """Ends the open block. Without a call it is text, and so is the marker that ends it.
 
         Args:
-            rest: the text that follows, if no marker ends the block.
+            rest: The text that follows, if no marker ends the block.
         """
         calls = self._calls
         if calls is None:

@@ -48,7 +48,7 @@ class Lark:
     tokens are written as tokens.
 
     Args:
-        vocabulary: the tokenizer's added tokens, by text.
+        vocabulary: The tokenizer's added tokens, by text.
     """
 
     def __init__(self, vocabulary: Mapping[str, int]) -> None:
@@ -115,8 +115,8 @@ class Lark:
         """A JSON value that is valid for a schema.
 
         Args:
-            root: the document that references (``$ref``) point into; None: the schema itself.
-            strict: see `lark_json`.
+            root: The document that references (``$ref``) point into; None: the schema itself.
+            strict: See `lark_json`.
         """
         if isinstance(schema, Mapping) and root is not None and "$ref" in json.dumps(schema):
             whole: dict[str, Any] = _rebased(schema)

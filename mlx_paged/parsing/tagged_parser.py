@@ -416,7 +416,7 @@ class TaggedParser:
         """The value has ended; the space at its end is a part of it.
 
         Args:
-            is_end_missing: its end tag is missing, so a newline belongs to the tag that follows.
+            is_end_missing: Its end tag is missing, so a newline belongs to the tag that follows.
         """
         space, self._space = self._space, ""
         if is_end_missing and "\n" in space:

@@ -62,8 +62,8 @@ def attribute_tags(call: str, key: str, **others: Any) -> Tags:
     """Tags with names and keys as attributes: ``<call name="f"><key name="x">1</key></call>``.
 
     Args:
-        call, key: names of the tags.
-        others: more fields of `Tags`, or other values of these.
+        call, key: Names of the tags.
+        others: More fields of `Tags`, or other values of these.
     """
     fields: dict[str, Any] = {
         "call": f'<{call} name="',

@@ -118,5 +118,5 @@ async def _document(request: Request) -> Response:
 
 
 def openapi() -> dict[str, Any]:
-    """The document of a server of one model, without the servers' address."""
+    """Returns the document of a server of one model, without the servers' address."""
     return document_of(API)

@@ -123,7 +123,7 @@ class Unsupported(Body):
     refused: ClassVar[tuple[str, ...]] = ()
 
     def unsupported(self) -> tuple[str, str] | None:
-        """The first field that asks for such a feature, and why it is refused."""
+        """Returns the first field that asks for such a feature, and why it is refused."""
         for name in self.refused:
             value = getattr(self, name)
             if value is not None and value != []:

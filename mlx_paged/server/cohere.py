@@ -170,7 +170,7 @@ async def embed(request: Request) -> Response:
 
 
 def _prompt(use: str | None, prompts: Mapping[str, str]) -> str:
-    """The prompt of the model for a use of texts.
+    """Returns the prompt of the model for a use of texts.
 
     Raises:
         ApiError: 400 for a use that neither the API nor the model knows.

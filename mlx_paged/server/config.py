@@ -252,7 +252,7 @@ def overrides_of(given: str) -> dict[str, Any]:
     """Parses ``--override-generation-config``.
 
     Raises:
-        InvalidParameterError: it is not a JSON object, or has an unknown entry.
+        InvalidParameterError: It is not a JSON object, or has an unknown entry.
     """
     try:
         found = json.loads(given)

@@ -32,7 +32,7 @@ _HEAD = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 
 
 def missing_pdf() -> str | None:
-    """Why no PDF can be read; None: PDFs can be."""
+    """Returns why PDFs cannot be read; None if they can."""
     if find_spec("pypdf") is not None:
         return None
     return "PDFs need the package pypdf: pip install 'mlx-paged[documents]'"
@@ -146,7 +146,7 @@ async def _read(part: Any, path: _Path, documents: Documents) -> None:
 
 
 async def _text_of_file(given: Mapping[str, Any], where: str, documents: Documents) -> str:
-    """A file as the model reads it, with its name."""
+    """Returns a file as the model reads it, with its name."""
     data, name = given.get("file_data"), given.get("filename") or "file"
     if not isinstance(data, str) or not isinstance(name, str):
         message = f"{where} is missing: files by id or URL are not supported, send their bytes"
@@ -167,7 +167,8 @@ async def _text_of_file(given: Mapping[str, Any], where: str, documents: Documen
 
 
 def folded(name: str, text: str) -> str:
-    """A file in a prompt, in the chat page's form: its name, and a fence longer than any in it."""
+    """Returns a file in a prompt, in the chat page's form: its name, and a fence longer than any in
+    it."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     ending = re.search(r"\.(\w{1,12})$", name)

@@ -23,9 +23,7 @@ from mlx_paged.server.context import context_of, request_log_of
 from mlx_paged.server.conversation import Conversation
 from mlx_paged.server.conversions import check_priority
 from mlx_paged.server.errors import ApiError, bad_request, context_exceeded
-from mlx_paged.server.pooling_bodies import (
-    PoolingRequest,
-)
+from mlx_paged.server.pooling_bodies import PoolingRequest
 from mlx_paged.server.rate_limits import budget_of
 from mlx_paged.server.served_model import ServedModel
 

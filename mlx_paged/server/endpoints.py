@@ -104,7 +104,7 @@ def _model(context: Context, name: str) -> responses.Model:
 
 
 def _media(served: ServedModel) -> responses.MediaInfo:
-    """The media the model takes, and their limits; once it is loaded."""
+    """Returns the media the model takes, and their limits; once it is loaded."""
     options = served.info.config.media_options
     return {
         "kinds": {

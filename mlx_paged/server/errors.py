@@ -106,7 +106,7 @@ class ApiError(Exception):
         }  # fmt: skip
 
     def body_for(self, scope: Scope) -> ErrorAnswer | MessageError | OllamaError:
-        """The body, in the form that the client of a request expects."""
+        """Returns the body, in the form that the client of a request expects."""
         if speaks_ollama(scope):
             return {"error": self.message}
         if not speaks_anthropic(scope):

@@ -40,7 +40,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Returns the line."""
         line = {
             "time": _time(record).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -57,7 +57,7 @@ class TextFormatter(logging.Formatter):
     """Time, level, message, then extra fields as key=value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line. Text from clients can neither break it nor imitate another line."""
+        """Returns the line. Text from clients can neither break it nor imitate another line."""
         extra = " ".join(f"{k}={_value(v)}" for k, v in _extra(record).items())
         stamp = _time(record).strftime("%Y-%m-%d %H:%M:%S")
         line = f"{stamp} {record.levelname} {record.getMessage()} {extra}".rstrip()
@@ -75,12 +75,12 @@ def configure(level: str = "info", style: str = "text", file: Path | None = None
     """Sets up logging for the process.
 
     Args:
-        level: one of `LEVELS`.
-        style: one of `FORMATS`.
+        level: One of `LEVELS`.
+        style: One of `FORMATS`.
         file: YAML or JSON in the form of `logging.config.dictConfig`; it decides everything.
 
     Raises:
-        InvalidParameterError: the file cannot be read, or is not such a configuration.
+        InvalidParameterError: The file cannot be read, or is not such a configuration.
     """
     if file is not None:
         try:

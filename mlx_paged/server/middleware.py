@@ -190,7 +190,7 @@ class KeyMiddleware:
 
 
 def _path(scope: Scope) -> str:
-    """The path as routes know it, without `root_path`."""
+    """Returns the path as routes know it, without `root_path`."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "")) or "/"
 

@@ -155,5 +155,5 @@ def _json(kind: type, content: str = "application/json") -> dict[str, Any]:
 
 
 def _entry(kind: type) -> type:
-    """The type of a list's entries; any other type itself."""
+    """Returns the type of a list's entries; any other type itself."""
     return get_args(kind)[0] if get_origin(kind) is list else kind

@@ -52,7 +52,7 @@ class PageServers:
         self._timer: asyncio.TimerHandle | None = None  # set while there are connections
 
     def spec_of(self, name: str, url: str, headers: dict[str, str]) -> ServerSpec:
-        """How a page's server is reached."""
+        """Returns how to reach a page's server."""
         from mlx_paged.mcp import ServerSpec
 
         return ServerSpec(name, url=url, headers=headers, timeout=_CALL_TIMEOUT, reach=self._reach)

@@ -61,7 +61,7 @@ def page(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 def files() -> ASGIApp:
-    """The files that pages load, by their paths below the mount."""
+    """Returns the files that pages load, by their paths below the mount."""
     return _Sender(directory=_WEB)
 
 

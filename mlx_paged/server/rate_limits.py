@@ -51,10 +51,10 @@ class Limits:
 
 
 def keys_of(config: ServerConfig) -> dict[str, Limits]:
-    """The keys of a server, with the limits of each.
+    """Returns the keys of a server, with the limits of each.
 
     Raises:
-        InvalidParameterError: the file of keys cannot be read, or an entry of it is wrong.
+        InvalidParameterError: The file of keys cannot be read, or an entry of it is wrong.
     """
     default = Limits(config.requests_per_minute, config.tokens_per_minute)
     found = dict.fromkeys(config.api_keys, default)
@@ -231,7 +231,7 @@ class RateLimitMiddleware:
 
 
 def budget_of(scope: Any) -> Budget | None:
-    """The budget of a request's client; None: it is not limited."""
+    """Returns the budget of a request's client; None if it is not limited."""
     found: Budget | None = scope["state"].get("budget")
     return found
 

@@ -83,7 +83,7 @@ def _rendered(
     """One prompt.
 
     Raises:
-        RequestTooLargeError: it does not fit.
+        RequestTooLargeError: It does not fit.
     """
     model = context_of(request).models.of(body.model)
     options = body.stream_options
@@ -102,7 +102,7 @@ def _rendered(
 
 
 def _parameters(params: SamplingParams, num_prompt: int, limit: int | None) -> dict[str, Any]:
-    """How an answer would be generated, with the room that the context has for it."""
+    """Returns how an answer would be generated, with the room that the context has for it."""
     given = params.structured_outputs
     found = {**asdict(params), "structured_outputs": None}
     if given is not None:

@@ -112,14 +112,14 @@ def serve(
     Args:
         make_service: Called when the socket is bound, with the address that it listens on ("" for a
             Unix domain socket).
-        uds: a Unix domain socket to listen on, instead of an address.
+        uds: A Unix domain socket to listen on, instead of an address.
         is_behind_router: Take the addresses of clients from the router's headers.
 
     Returns:
         The process's exit status: 0 after SIGINT or SIGTERM, 1 if the service failed.
 
     Raises:
-        InvalidParameterError: the address or the certificates cannot be used.
+        InvalidParameterError: The address or the certificates cannot be used.
 
     If a signal arrives while the model is being loaded, the process ends without returning. So it
     does at a third signal. The handlers of signals stay in place: the process is about to end.

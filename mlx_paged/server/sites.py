@@ -145,7 +145,7 @@ def _is_address(text: str) -> bool:
 
 
 def _plain(address: str) -> str:
-    """An address in its shortest form; IPv4 within IPv6 as IPv4. Names are as they were."""
+    """Returns an address in its shortest form; IPv4 within IPv6 as IPv4. Names are as they were."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

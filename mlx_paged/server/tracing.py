@@ -38,10 +38,10 @@ _FAILED = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.ABOR
 
 
 def checked_endpoint(endpoint: str) -> str:
-    """The URL that spans are sent to.
+    """Returns the URL that spans are sent to.
 
     Raises:
-        InvalidParameterError: it is none, or another protocol is asked for.
+        InvalidParameterError: It is none, or another protocol is asked for.
     """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -168,7 +168,7 @@ class TurnAdapter(Adapter):
         return self.turn.relaxed
 
     def answer(self, index: int) -> Answer:
-        """The contents of an answer so far; plain text only once it has ended."""
+        """Returns the contents of an answer so far; plain text only once it has ended."""
         if self.turn.is_plain:
             answer = Answer()
             if text := self.generation.outputs[0].outputs[index].text:

@@ -156,7 +156,7 @@ def run(
 
     Args:
         rounds: `num_iters` and `num_iters_warmup`.
-        asked: further options, for the file.
+        asked: Further options, for the file.
     """
     with needs_extra("bench", f"mlx-paged bench {benchmark.title.lower()}"):
         import mlx_paged.bench.engines  # noqa: F401

@@ -43,7 +43,7 @@ def paths_of(entered: str) -> list[Path]:
     """The files that a command names: one, spaces and all, or several as a shell has them.
 
     Raises:
-        MlxPagedError: one of them is no file.
+        MlxPagedError: One of them is no file.
     """
     whole = _path(entered.strip())
     if whole.is_file():
@@ -71,7 +71,7 @@ def part_of(path: Path, kind: Kind) -> dict[str, Any]:
     """The part for a file.
 
     Raises:
-        MlxPagedError: it cannot be read.
+        MlxPagedError: It cannot be read.
     """
     try:
         data = base64.b64encode(path.read_bytes()).decode()

@@ -202,7 +202,7 @@ def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The events of a stream until ``[DONE]``.
 
     Raises:
-        MlxPagedError: one of them is an error, or the stream ends before.
+        MlxPagedError: One of them is an error, or the stream ends before.
     """
     rest = b""
     for chunk in chunks:

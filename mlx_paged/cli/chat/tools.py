@@ -38,8 +38,8 @@ class ChatTools:
     """The servers of a chat, on their own thread. A context manager.
 
     Args:
-        specs: the servers.
-        allowed: names of tools that run without a question.
+        specs: The servers.
+        allowed: Names of tools that run without a question.
 
     Attributes:
         ask: Asks the user whether a call may run, given what it is; None: nobody can be asked, and
@@ -101,10 +101,10 @@ class ChatTools:
         """Runs a call if it may run; returns what the model is told.
 
         Args:
-            note: shows a line to the user.
+            note: Shows a line to the user.
 
         Raises:
-            KeyboardInterrupt: the user stopped it.
+            KeyboardInterrupt: The user stopped it.
         """
         tool = next((tool for tool in self.listed if tool.name == call.name), None)
         try:

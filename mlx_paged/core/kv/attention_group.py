@@ -195,7 +195,7 @@ class AttentionGroup(KVCacheGroup):
         tables.exported = None
 
     def num_to_write(self, tables: BlockTables, start: int, end: int) -> int:
-        """Number of blocks that `make_writable` will allocate."""
+        """Returns the number of blocks that `make_writable` will allocate."""
         table, is_own = self._table(tables), self.pool.is_own
         first, length = start // self.block_size, len(table.blocks)
         num_to_replace = sum(not is_own(block) for block in table.blocks[first:])
@@ -459,7 +459,7 @@ class AttentionGroup(KVCacheGroup):
 
 
 def _held(table: BlockTable) -> list[int]:
-    """The blocks that a table references."""
+    """Returns the blocks that a table references."""
     if not table.missing:
         return table.live
     return [block for block in table.live if block != NULL_BLOCK]

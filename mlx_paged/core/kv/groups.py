@@ -148,7 +148,7 @@ class KVCacheGroup(ABC):
 
     @abstractmethod
     def view(self, depth: int) -> range:
-        """The blocks that a sequence needs to continue after its first `depth` blocks."""
+        """Returns the blocks that a sequence needs to continue after its first `depth` blocks."""
 
     @abstractmethod
     def can_copy_from(self, node: PrefixNode) -> bool:

@@ -136,7 +136,7 @@ class KVManager:
         return sum(group.pool.num_freed for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks for `num_tokens` tokens."""
+        """Returns the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
@@ -286,7 +286,8 @@ class KVManager:
         return tables
 
     def _num_present(self, tables: BlockTables) -> int:
-        """Number of leading blocks whose content is on the device, in every attention group."""
+        """Returns the number of leading blocks whose content is on the device, in every attention
+        group."""
         return min(t.missing[0] if t.missing else t.num_shared for t in tables.attention)
 
     def _pin_missing(self, tables: BlockTables, stored: StoredPrefix) -> list[list[int]]:

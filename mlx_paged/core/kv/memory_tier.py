@@ -161,7 +161,7 @@ class MemoryTier:
         return num_bytes
 
     def copy_of(self, node: PrefixNode, group: int) -> int:
-        """The key of a copy of a block that is still on the device; 0 if there is none."""
+        """Returns the key of a copy of a block that is still on the device; 0 if there is none."""
         return self._ahead.get(_Place(node, group), 0)
 
     def forget(self, node: PrefixNode, group: int) -> None:

@@ -186,7 +186,7 @@ class PromptHistory:
 
 
 def _num_shared(own: bytes, tokens: Sequence[int]) -> int:
-    """Number of leading tokens that two prompts share."""
+    """Returns the number of leading tokens that two prompts share."""
     other = tokens if isinstance(tokens, array) else array(TOKEN_TYPE, tokens[: len(tokens)])
     # An array does not grow while a view of it exists.
     with memoryview(other) as view, view.cast("B") as content:

@@ -121,7 +121,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def node_of(self, block: int) -> PrefixNode | None:
-        """The node of the prefix tree that holds `block`, or None."""
+        """Returns the node of the prefix tree that holds `block`, or None."""
         return self._nodes[block]
 
     def is_own(self, block: int) -> bool:
@@ -217,7 +217,8 @@ class BlockPool:
             self._reclaim(block)
 
     def next_to_evict(self) -> PrefixNode | None:
-        """The node whose block is evicted next; None if steps in flight may read all of them."""
+        """Returns the node whose block is evicted next; None if steps in flight may read all of
+        them."""
         for queue in (self._passed, self._kept):
             # Oldest first: if it may still be read, so may all others.
             block = next(iter(queue), None)

@@ -59,15 +59,16 @@ class PrefixFinder:
         return self._cut(match, query) if query.atomic else match
 
     def num_indexed_blocks(self, query: PrefixQuery) -> int:
-        """Number of leading full blocks indexed, even if some group cannot continue there."""
+        """Returns the number of leading full blocks indexed, even if some group cannot continue
+        there."""
         return self._indexed(query).num_full_blocks
 
     def _indexed(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix, even if some group cannot continue from it."""
+        """Returns the longest indexed prefix, even if some group cannot continue from it."""
         return self._tree.match(query) if self._is_on else NO_MATCH
 
     def _present(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest indexed prefix whose blocks of full attention are on the device."""
+        """Returns the longest indexed prefix whose blocks of full attention are on the device."""
         match = self._indexed(query)
         if match.node is None:
             return match
@@ -77,7 +78,7 @@ class PrefixFinder:
         return PrefixMatch(match.node.ancestor(depth), None, 0)
 
     def _continuable(self, query: PrefixQuery) -> PrefixMatch:
-        """The longest cached prefix; may end in the middle of an atomic span."""
+        """Returns the longest cached prefix; may end in the middle of an atomic span."""
         return self._limit(self._indexed(query))
 
     def _cut(self, match: PrefixMatch, query: PrefixQuery) -> PrefixMatch:
@@ -166,7 +167,7 @@ class PrefixFinder:
         return None
 
     def part_after(self, running: BlockTables, query: PrefixQuery) -> int:
-        """Number of leading tokens that a waiting sequence can take from a running one.
+        """Returns the number of leading tokens that a waiting sequence can take from a running one.
 
         Args:
             running: The result of `computing_next_block` for `query`.

@@ -159,7 +159,8 @@ class RestoreRates:
         return restored * self._block_bytes[0] < computed * self._block_size
 
     def bytes_within(self, seconds: float) -> float:
-        """Bytes that come back from host memory in a given time; infinite if it is unknown."""
+        """Returns the bytes that come back from host memory in a given time; infinite if it is
+        unknown."""
         restored = self._restored[Level.MEMORY].seconds
         return seconds / restored if restored else float("inf")
 

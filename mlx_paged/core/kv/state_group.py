@@ -184,7 +184,7 @@ class StateGroup(KVCacheGroup):
         return end
 
     def _boundary(self, tables: BlockTables, position: int) -> int:
-        """The last block boundary at or before `position` that splits no atomic span."""
+        """Returns the last block boundary at or before `position` that splits no atomic span."""
         while True:
             aligned = position // self.block_size * self.block_size
             position = outside(tables.atomic, aligned)

@@ -39,7 +39,7 @@ class StoredPrefix:
         self.num_blocks = num_blocks
 
     def entry(self, group: int, index: int) -> int:
-        """The entry of a block, encoded as in a node: a block, minus a key, or 0."""
+        """Returns the entry of a block, encoded as in a node: a block, minus a key, or 0."""
         entry = ABSENT
         if index < len(self._nodes):
             entry = self._nodes[index].entries[group]
@@ -48,5 +48,6 @@ class StoredPrefix:
         return entry
 
     def node(self, depth: int) -> PrefixNode | None:
-        """The node after the first `depth` blocks; None if there is none, or it is the root."""
+        """Returns the node after the first `depth` blocks; None if there is none, or it is the
+        root."""
         return self._nodes[depth - 1] if 0 < depth <= len(self._nodes) else None

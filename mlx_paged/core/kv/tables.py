@@ -113,7 +113,8 @@ class BlockTables:
         return self.attention[0].blocks
 
     def num_equal(self, query: PrefixQuery, start: int = 0) -> int:
-        """Number of leading tokens shared with a query; the first `start` are known to match."""
+        """Returns the number of leading tokens shared with a query; the first `start` are known to
+        match."""
         tokens = self.tokens if isinstance(self.tokens, array) else array(TOKEN_TYPE, self.tokens)
         # An array does not grow while a view of it exists.
         with memoryview(tokens) as view, view.cast("B") as own:
@@ -191,5 +192,5 @@ class PrefixSource(NamedTuple):
     num_refused_tokens: int = 0
 
     def num_tokens(self, block_size: int) -> int:
-        """Number of tokens that the source provides."""
+        """Returns the number of tokens that the source provides."""
         return self.num_full_blocks * block_size + self.num_partial_tokens

@@ -89,7 +89,7 @@ class PrefixNode:
         self.fillers: list[Filler] | None = None
 
     def ancestor(self, depth: int) -> PrefixNode:
-        """The node at `depth` on the path from the root to this node."""
+        """Returns the node at `depth` on the path from the root to this node."""
         node = self
         while node.depth > depth:
             assert node.parent is not None
@@ -232,7 +232,7 @@ class PrefixTree:
         self._roots, self._num_nodes, self._long_searches = {}, 0, []
 
     def __len__(self) -> int:
-        """Number of nodes in all trees."""
+        """Returns the number of nodes in all trees."""
         return self._num_nodes
 
     def match(self, query: PrefixQuery) -> PrefixMatch:
@@ -469,7 +469,8 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def common_prefix_len(a: bytes, b: bytes | memoryview, start: int = 0) -> int:
-    """Number of leading tokens that two keys share; the first `start` are known to be equal."""
+    """Returns the number of leading tokens that two keys share; the first `start` are known to be
+    equal."""
     end = min(len(a), len(b)) // TOKEN_BYTES
     low = start
     while low < end:  # small slices are cheap to allocate, and most are equal

@@ -187,7 +187,8 @@ class TemplateForms:
     def _lost(
         self, plain: Messages, applied: Sequence[Rewrite], tools: Tools, render: Render
     ) -> list[str]:
-        """The losses of a conversation: by rewrites, and by texts that the template leaves out."""
+        """Returns the losses of a conversation: by rewrites, and by texts that the template leaves
+        out."""
         skeleton = Skeleton.of(_shortened(plain))
         form = spelled(_applied(skeleton.messages, applied), self.spelling)
         lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
@@ -214,10 +215,11 @@ def _texts(content: str | list[Any]) -> str:
 
 
 def with_tools(form: Messages, tools: Tools, render: Render) -> str:
-    """The text of a form of a conversation, with the tools in a form that the template takes.
+    """Returns the text of a form of a conversation, with the tools in a form that the template
+    takes.
 
     Raises:
-        Exception: the template refuses it; its error for the tools as they are.
+        Exception: The template refuses it; its error for the tools as they are.
     """
     refusal: Exception | None = None
     for given in forms_of_tools(tools) if tools else ([],):
@@ -230,7 +232,7 @@ def with_tools(form: Messages, tools: Tools, render: Render) -> str:
 
 
 def spelling_of(render: Render) -> Spelling:
-    """The spelling that a template takes, by a small conversation with a call."""
+    """Returns the spelling that a template takes, by a small conversation with a call."""
     best, least_lost = Spelling(), math.inf
     empties: tuple[Literal["absent", "null", "text"], ...] = ("absent", "null", "text")
     for as_lists in (False, True):
@@ -248,7 +250,7 @@ def spelling_of(render: Render) -> Spelling:
 
 
 def _between(render: Render, spelling: Spelling) -> str:
-    """The text between reasoning and a text for the user, if a template writes channels."""
+    """Returns the text between reasoning and a text for the user, if a template writes channels."""
     messages = normal(with_ids(_sample(as_lists=False), spelling.ids))
     messages[1] |= {"thinking": "zqthought", "reasoning": "zqthought"}
     try:
@@ -293,7 +295,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, messages: Messages) -> Skeleton:
-        """The skeleton of a conversation in the normal form."""
+        """Returns the skeleton of a conversation in the normal form."""
         skeleton = cls()
         names: dict[str, str] = {}
         for message in messages:
@@ -301,7 +303,8 @@ class Skeleton:
         return skeleton
 
     def penalty(self, form: Messages, render: Callable[[Messages], str]) -> float:
-        """How much a template leaves out of a form of the messages; infinite: it refuses it."""
+        """Returns how much a template leaves out of a form of the messages; infinite if it refuses
+        them."""
         try:
             text = render(form)
         except Exception:  # Templates may raise anything.
@@ -384,7 +387,7 @@ def _renamed(id: str, name: str, word: str) -> str:
 
 
 def _shortened(messages: Messages) -> Messages:
-    """A long conversation without turns of a form that has come twice in a row."""
+    """Returns a long conversation without turns of a form that has come twice in a row."""
     found: Messages = []
     shapes: list[Any] = []
     for message in messages:

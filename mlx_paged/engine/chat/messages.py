@@ -91,7 +91,7 @@ def _text_of(part: Mapping[str, Any], where: str) -> str:
 
 
 def _call(given: Any, where: str, name: str = "function") -> dict[str, Any]:
-    """A call of an earlier answer, its arguments as JSON text."""
+    """Returns a call of an earlier answer, its arguments as JSON text."""
     _require(isinstance(given, Mapping), where, "a call with a function", given)
     id, function = given.get("id"), given.get("function")
     _require(id is None or isinstance(id, str), f"{where}.id", "a text", id)

@@ -67,7 +67,7 @@ class ChatRenderer:
 
     @classmethod
     def of(cls, engine: Any) -> ChatRenderer:
-        """The renderer for an engine's model."""
+        """Returns the renderer for an engine's model."""
         return cls(engine.tokenizer, engine.media, engine.media_reason)
 
     @property
@@ -79,7 +79,7 @@ class ChatRenderer:
         """Returns the media of a conversation.
 
         Raises:
-            InvalidMediaError: the model does not take them.
+            InvalidMediaError: The model does not take them.
         """
         sources = sources_of(messages)
         kinds = None if self.media is None else self.media.kinds
@@ -190,7 +190,7 @@ class ChatRenderer:
         return known
 
     def _source(self, template: str | None, has_tools: bool) -> str:
-        """The source of a template; "": the model's is none, but a program."""
+        """Returns the source of a template; "" if the model's is a program."""
         if template is not None or is_program(self.tokenizer):
             return template or ""
         found = getattr(self.tokenizer, "chat_template", None) or ""
@@ -200,7 +200,7 @@ class ChatRenderer:
         return str(found)
 
     def _variables(self, source: str) -> tuple[frozenset[str], tuple[Switch, ...]]:
-        """The variables that a template reads, and its switches."""
+        """Returns the variables that a template reads, and its switches."""
         try:
             names = variables_of(source)
         except jinja2.TemplateError:

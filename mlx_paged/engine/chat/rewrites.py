@@ -48,7 +48,7 @@ class Spelling:
 
 
 def spelled(messages: Messages, spelling: Spelling) -> Messages:
-    """A conversation in the spelling that a template wants; lists of texts become parts."""
+    """Returns a conversation in the spelling that a template wants; lists of texts become parts."""
     return [_spelled(message, spelling) for message in messages]
 
 

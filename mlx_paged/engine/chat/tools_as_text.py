@@ -28,13 +28,13 @@ To call one, write a JSON object with its name and arguments:
 
 
 def as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Messages:
-    """A conversation for a template that knows no tools (``--tool-template``).
+    """Returns a conversation for a template that knows no tools (``--tool-template``).
 
     Tools are described in the system message; calls and their results are texts, in Hermes's
     syntax.
 
     Args:
-        tools: in OpenAI's form.
+        tools: In OpenAI's form.
     """
     changed: Messages = []
     for message in messages:

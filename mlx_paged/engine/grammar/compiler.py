@@ -64,11 +64,11 @@ class CompiledGrammar:
         matcher.unsafe_compute_mask_ptr(self.first_mask.ctypes.data, self.first_mask.nbytes)
 
     def matcher(self) -> LLMatcher:
-        """A matcher at the grammar's beginning, for one answer."""
+        """Returns a matcher at the grammar's beginning, for one answer."""
         return self._matcher.deep_copy()
 
     def tokenize(self, text: str) -> list[int]:
-        """A text in tokens, for a matcher."""
+        """Returns a text in tokens, for a matcher."""
         return self._tokenizer.tokenize_str(text)
 
 
@@ -235,7 +235,7 @@ class GrammarCompiler:
         return compiled
 
     def _grammar_of_pattern(self, pattern: str) -> CompiledGrammar | None:
-        """A grammar of the texts that have a pattern; None: it cannot be compiled alone."""
+        """Returns a grammar of texts that match a pattern; None if it cannot be compiled alone."""
         schema = {"type": "string", "pattern": pattern}
         text = LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
@@ -303,7 +303,7 @@ def _backend_of(tokenizer: Any) -> Any:
 
 
 def _encoding_of(tokenizer: Any) -> Any:
-    """The encoding of a tokenizer that has tiktoken inside (Kimi's); None: it has not."""
+    """Returns the tiktoken encoding inside a tokenizer (Kimi's); None if it has none."""
     model = getattr(tokenizer, "model", None)
     return model if hasattr(model, "_mergeable_ranks") else None
 
@@ -341,7 +341,7 @@ def _tokenizer_of(tokenizer: Any, size: int, eos_token_ids: Collection[int]) -> 
     """llguidance's form of a tokenizer.
 
     Raises:
-        InvalidParameterError: it has none of the forms that llguidance takes.
+        InvalidParameterError: It has none of the forms that llguidance takes.
     """
     eos = sorted(token for token in eos_token_ids if 0 <= token < size) or None
     backend, encoding = _backend_of(tokenizer), _encoding_of(tokenizer)

@@ -184,5 +184,5 @@ def _has_value(schema: str, begun: str) -> bool:
 
 @cache
 def _byte_tokenizer() -> LLTokenizer:
-    """A tokenizer whose tokens are single bytes, because it is free to make."""
+    """Returns a tokenizer whose tokens are single bytes, because it is free to make."""
     return LLTokenizer("byte")

@@ -22,7 +22,7 @@ _ANY_TEXT = "TEXT: /(.|\\n)*/\n"
 
 
 def lark_of(text: str, field: str) -> str:
-    """A grammar in Lark, from Lark or GBNF.
+    """Returns a grammar in Lark, from Lark or GBNF.
 
     Raises:
         InvalidParameterError: GBNF that is not well-formed.
@@ -44,7 +44,7 @@ def with_forcing(lark: str) -> str:
 
 
 def without_forcing(lark: str) -> str:
-    """A Lark grammar with llguidance's option `no_forcing`, unless the grammar sets it.
+    """Returns a Lark grammar with llguidance's option `no_forcing`, unless the grammar sets it.
 
     llguidance 1.9.1 follows bytes that only one byte can follow to their end. `/a+/ /a+/` has no
     such end: it would never return.
@@ -110,17 +110,17 @@ def with_prepared_schemas(
 
 
 def string(text: str) -> str:
-    """A text as a string of Lark."""
+    """Returns a text as a string of Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def literal(text: str, added: Mapping[str, int]) -> str:
-    """A text as strings of Lark and, for the added tokens in it, ``<[id]>``.
+    """Returns a text as strings of Lark and, for the added tokens in it, ``<[id]>``.
 
     llguidance takes every added token for special: a string never matches one.
 
     Args:
-        added: the added tokens of the tokenizer, by text.
+        added: The added tokens of the tokenizer, by text.
     """
     names = sorted((name for name in added if name and name in text), key=len, reverse=True)
     if not names:
@@ -131,18 +131,18 @@ def literal(text: str, added: Mapping[str, int]) -> str:
 
 
 def choice(texts: Sequence[str]) -> str:
-    """A grammar of one of several texts."""
+    """Returns a grammar of one of several texts."""
     return "start: " + " | ".join(map(string, texts))
 
 
 def structural_tag(tag: Mapping[str, Any], added: Mapping[str, int], field: str) -> str:
-    """A grammar of a structural tag, in either of vLLM's forms.
+    """Returns a grammar of a structural tag, in either of vLLM's forms.
 
     Returns:
         llguidance's JSON of one or several grammars.
 
     Raises:
-        InvalidParameterError: a part that is missing, of another kind, or not supported.
+        InvalidParameterError: A part that is missing, of another kind, or not supported.
     """
     return _TagWriter(added).write(tag, field)
 

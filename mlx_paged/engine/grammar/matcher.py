@@ -303,7 +303,7 @@ class GrammarMatcher:
         return 0 if matcher is None else matcher.validate_tokens(list(tokens))
 
     def _answering(self) -> LLMatcher | None:
-        """The matcher, if the answer has begun and goes on."""
+        """Returns the matcher, if the answer has begun and is unfinished."""
         if self._phase is not _Phase.ANSWER or self.failed is not None or self._ended:
             return None
         matcher = self._begun()
@@ -412,7 +412,7 @@ def _executor() -> LLExecutor:
 
 
 def why(matcher: LLMatcher) -> str:
-    """Why a matcher is in an error state, in one line."""
+    """Returns why a matcher is in an error state, in one line."""
     return one_line(matcher.get_error().partition("<state>")[0]) or matcher.stop_reason()
 
 
@@ -423,7 +423,7 @@ def _set(words: Words, tokens: Collection[int]) -> None:
 
 
 def without(words: Words, tokens: Collection[int]) -> Words:
-    """A mask with some of its tokens taken out."""
+    """Returns a mask without some of its tokens."""
     left = words.copy()
     _clear(left, tokens)
     return left

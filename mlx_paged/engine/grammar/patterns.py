@@ -35,7 +35,7 @@ def quotable(pattern: str) -> str:
 
 
 def none_of(words: Iterable[str]) -> str:
-    """A pattern for all texts except some."""
+    """Returns a pattern for all texts except some."""
     return f"^{_none_of(set(words))}$"
 
 

@@ -86,7 +86,8 @@ def _is_growing(times: list[float]) -> bool:
 
 
 def _typical(times: list[float]) -> float:
-    """The median of masks, without those between the bytes of a character, which take no time."""
+    """Returns the median of masks, without those between the bytes of a character, which take no
+    time."""
     longest = max(times)
     return median(each for each in times if each >= 0.1 * longest)
 

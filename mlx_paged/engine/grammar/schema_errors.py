@@ -99,7 +99,7 @@ def _is_other_regex(found: list[Found], error: str) -> bool:
 
 
 def paths(schema: dict[str, Any], message: str) -> list[str]:
-    """The paths of the keywords that an error or a warning of llguidance is about."""
+    """Returns the paths of the keywords that an error or a warning of llguidance is about."""
     return [found.path for found in _found(schema, message)]
 
 

@@ -90,7 +90,7 @@ def _package_version() -> str:
 
 
 def _crc(weight: mx.array) -> int:
-    """The CRC-32 of a weight in the host's memory."""
+    """Returns the CRC-32 of a weight in the host's memory."""
     return crc32(host_bytes(weight).data) if weight.nbytes else 0
 
 

@@ -14,7 +14,7 @@ from mlx_paged.offload.store import FIRST_KEY, BlockStore
 
 
 def level_of(key: int) -> Level:
-    """The level that a key belongs to."""
+    """Returns the level that a key belongs to."""
     if key >= FIRST_REMOTE_KEY:
         return Level.REMOTE
     return Level.MEMORY if key < FIRST_KEY else Level.DISK

@@ -22,7 +22,7 @@ class PrefixNames:
         self._roots: dict[str | None, bytes] = {}
 
     def of_query(self, query: PrefixQuery, index: int) -> bytes | None:
-        """The digest after block `index` of a query; None if it is unknown."""
+        """Returns the digest after block `index` of a query; None if it is unknown."""
         digests, size = query.digests, self._key_bytes
         while len(digests) <= index:
             before = digests[-1] if digests else self._root(query.salt)

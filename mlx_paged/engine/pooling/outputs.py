@@ -52,7 +52,7 @@ class EmbeddingRequestOutput:
         """From a request of the engine that has ended.
 
         Raises:
-            StepError: it ended without a vector.
+            StepError: It ended without a vector.
         """
         [answer] = output.outputs
         if output.pooled is None:
@@ -173,7 +173,7 @@ def joined(
 
 
 def pair_messages(query: str, document: str) -> list[dict[str, str]]:
-    """A pair as a template takes it."""
+    """Returns a pair as a template takes it."""
     return [{"role": "query", "content": query}, {"role": "document", "content": document}]
 
 

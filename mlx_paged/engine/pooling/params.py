@@ -283,7 +283,7 @@ def _lacks_type(given: PoolerConfig | None) -> bool:
 
 
 def _modules(directory: Path | None) -> list[Mapping[str, Any]]:
-    """The entries of a `modules.json` that has a pooling module; otherwise none."""
+    """Returns the entries of a `modules.json` that has a pooling module; otherwise none."""
     found = None if directory is None else _read(directory / "modules.json")
     if not isinstance(found, list) or not all(isinstance(module, Mapping) for module in found):
         return []

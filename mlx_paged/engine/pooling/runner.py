@@ -94,7 +94,8 @@ class PooledPrompt:
         """Called after an interrupted step. Nothing to do: the parts stay valid (see above)."""
 
     def result(self) -> FloatArray:
-        """The embedding ``[dimensions]`` or the classes ``[num_classes]``, float32, of the prompt.
+        """Returns the embedding ``[dimensions]`` or the classes ``[num_classes]``, float32, of the
+        prompt.
 
         Computed in float64.
         """

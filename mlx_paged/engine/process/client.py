@@ -249,7 +249,7 @@ class ProcessEngine:
         await self._call("remove_lora", request)
 
     async def stats(self) -> EngineStats:
-        """The engine's statistics, taken between two steps."""
+        """Returns the engine's statistics, taken between two steps."""
         found: EngineStats = await self._call("stats")
         return found
 

@@ -56,7 +56,7 @@ def launched_rank() -> int | None:
 
 
 def wait_here(connect: Callable[[], mx.distributed.Group]) -> mx.distributed.Group:
-    """The `Wait` of a rank whose process ends with rank 0."""
+    """Returns the `Wait` of a rank whose process ends with rank 0."""
     return connect()
 
 

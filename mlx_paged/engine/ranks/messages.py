@@ -54,7 +54,7 @@ class Message:
     columns: Mapping[str, array[Any]] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """The message as bytes."""
+        """Returns the message as bytes."""
         shapes = {name: [a.typecode, len(a)] for name, a in self.columns.items()}
         fields = {"kind": self.kind, "fields": self.fields, "columns": shapes}
         header = json.dumps(fields, separators=(",", ":")).encode()

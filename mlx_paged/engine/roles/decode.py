@@ -214,7 +214,7 @@ class RemoteLevel:
     # Restoring.
 
     def take(self, key: int) -> Arrived | None:
-        """The content of a pinned key; None if it has not arrived."""
+        """Returns the content of a pinned key; None if it has not arrived."""
         number, group, block = self._place(key)
         transfer = self._transfers[number]
         found = transfer.incoming.take(group, block)

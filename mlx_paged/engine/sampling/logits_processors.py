@@ -99,7 +99,7 @@ class TokenHistory:
     """Grows with its sequence; a step's cost depends only on the new tokens.
 
     Args:
-        prompt: tokens that count as seen, though never generated.
+        prompt: Tokens that count as seen, though never generated.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:

@@ -62,7 +62,7 @@ class LogprobArrays:
         return [array for array in every if array is not None]
 
     def read(self) -> list[PositionLogprobs]:
-        """The positions, in order."""
+        """Returns the positions, in order."""
         tokens, logprobs, ranks = (
             np.array(array).tolist() for array in (self.tokens, self.logprobs, self.ranks)
         )
@@ -139,7 +139,7 @@ class LogprobReport:
         self._bytes_of = TokenBytes(tokenizer)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The texts of tokens, each decoded alone; those of media are left out."""
+        """Returns the texts of tokens, each decoded alone; those of media are left out."""
         return "".join(self._text(token) for token in token_ids if token < 1 << 31)
 
     def __call__(self, position: PositionLogprobs, num_likeliest: int) -> PositionReport:

@@ -71,13 +71,13 @@ class SamplingMetadata:
         return len(self.temperature)
 
     def drawn_temperature(self) -> FloatArray:
-        """The temperatures ``[n]``, 0 for greedy rows."""
+        """Returns the temperatures ``[n]``, 0 for greedy rows."""
         drawn = np.zeros_like(self.temperature)
         drawn[self.drawn] = self.temperature[self.drawn]
         return drawn
 
     def only(self, at: npt.NDArray[np.intp]) -> SamplingMetadata:
-        """The settings of some rows that drawing needs: without edits and reports."""
+        """Returns the settings of some rows that drawing needs: without edits and reports."""
         return SamplingMetadata(
             temperature=self.temperature[at],
             key=self.key[at],
@@ -92,7 +92,7 @@ class SamplingMetadata:
         )
 
     def take(self, at: Sequence[int]) -> SamplingMetadata:
-        """All settings of some rows, in that order."""
+        """Returns all settings of some rows, in that order."""
         new_row = {row: i for i, row in enumerate(at)}
         return replace(
             self.only(np.array(at, dtype=np.intp)),

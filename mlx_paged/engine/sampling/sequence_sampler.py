@@ -143,7 +143,7 @@ class RequestSampling:
     def _rules(
         self, compiler: GrammarCompiler | None, reasoning: ReasoningFormat | None
     ) -> GrammarRules | None:
-        """The grammar its answers must follow; None: free text."""
+        """Returns the grammar its answers must follow; None: free text."""
         params = self.params
         wanted, budget = params.structured_outputs, params.thinking_token_budget
         if wanted is None and budget is None:
@@ -246,7 +246,7 @@ class _Generated(Sequence[int]):
     """The tokens of an answer at one moment, without a copy: a list that only grows, and a length.
 
     Args:
-        tokens: the list.
+        tokens: The list.
         newest: The tokens after it.
     """
 
@@ -331,7 +331,7 @@ class SequenceSampler:
         """True if an answer that follows a grammar has ended by it.
 
         Args:
-            tokens: prompt and answer.
+            tokens: Prompt and answer.
         """
         assert self._matcher is not None
         self._matcher.follow(tokens)
@@ -386,7 +386,7 @@ class SequenceSampler:
     # step was built.)
 
     def follow(self, tokens: Sequence[int], newest: tuple[int, ...]) -> GrammarMatcher:
-        """The place in the grammar after these tokens."""
+        """Returns the grammar's state after these tokens."""
         assert self._matcher is not None
         self._matcher.follow(tokens, newest)
         return self._matcher
@@ -427,7 +427,7 @@ class SequenceSampler:
         return self._sampling.token_mask is None
 
     def forced(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that must follow these by the grammar; empty if there is a choice."""
+        """Returns the tokens that must follow these by the grammar; empty if there is a choice."""
         if self._matcher is None:
             return ()
         self._matcher.follow(tokens)

@@ -59,13 +59,13 @@ class Draft(NamedTuple):
 
 
 def kind_of(source: Source, match_length: int) -> int:
-    """The kind of a draft."""
+    """Returns the kind of a draft."""
     bucket = sum(match_length > length for length in _LENGTHS)
     return source * len(_FIRST) + bucket
 
 
 def source_of(kind: int) -> Source:
-    """The source of drafts of a kind."""
+    """Returns the source of drafts of a kind."""
     return Source(kind // len(_FIRST))
 
 
@@ -151,5 +151,5 @@ class Acceptance:
 
 
 def new_counts() -> Counts:
-    """The counts of a new sequence."""
+    """Returns the counts of a new sequence."""
     return Counts(_OWN_DECAY)

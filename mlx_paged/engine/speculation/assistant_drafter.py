@@ -233,7 +233,7 @@ class AssistantDrafter(Drafter):
 
     @staticmethod
     def _settings(members: Sequence[_Member], number: int) -> SamplingMetadata:
-        """The settings of each sequence's next draft, those of the target at that position."""
+        """Returns the settings of each sequence's next draft: the target's at that position."""
         edits: list[tuple[int, LogitEdits]] = []
         positions = [len(member.seq.tokens) + number for member in members]
         for index, (member, position) in enumerate(zip(members, positions)):

@@ -157,8 +157,8 @@ class BlockDrafter(HeadDrafter):
         return batch
 
     def _sampling(self, members: Sequence[Member]) -> SamplingMetadata:
-        """The settings of each draft. Only the first one's edits are known: the others' edits
-        depend on the drafts before them."""
+        """Returns the settings of each draft. Only the first one's edits are known: the others'
+        edits depend on the drafts before them."""
         rows: list[SamplingRow] = []
         positions: list[int] = []
         edits: list[tuple[int, LogitEdits]] = []

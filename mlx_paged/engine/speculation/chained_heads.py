@@ -65,7 +65,7 @@ class _Chain:
         return not drafts or (drafts[-1] >= 0 and drafts[-1] not in self.known.seq.end_token_ids)
 
     def member(self, number: int, begin: int) -> Member:
-        """The rows of a head from a position on."""
+        """Returns the rows of a head from a position on."""
         known, drafts_on = self.known, self.drafts_with(number)
         tokens = known.token_ids[begin + number - known.begin :]
         if not drafts_on:

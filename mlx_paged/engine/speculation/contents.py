@@ -142,7 +142,7 @@ class BlockContents:
             self._contents.pop(progress.blocks[index], None)
 
     def _print(self, progress: DraftProgress, tokens: array[int], index: int) -> int:
-        """The fingerprint of the tokens before a block, all of which are known."""
+        """Returns the fingerprint of the tokens before a block, all of which are known."""
         prints, size = progress.prints, self._block_size
         for i in range(len(prints) - 1, index):
             prints.append(hash((prints[i], tokens[i * size : (i + 1) * size].tobytes())))
@@ -150,7 +150,7 @@ class BlockContents:
 
 
 def _num_equal(before: Sequence[int], now: Sequence[int]) -> int:
-    """Number of equal leading blocks."""
+    """Returns the number of equal leading blocks."""
     if tuple(now[: len(before)]) == before:
         return len(before)
     for index, (old, new) in enumerate(zip(before, now)):

@@ -78,10 +78,10 @@ class Price(Protocol):
     drafts_at_once: bool
 
     def kind(self, seq: Sequence) -> int:
-        """The kind that a sequence's drafts would have, see `acceptance.kind_of`."""
+        """Returns the kind that a sequence's drafts would have, see `acceptance.kind_of`."""
 
     def num_missing(self, seq: Sequence, state: DraftState) -> int:
-        """Number of tokens that must be computed before the first draft; at least 1."""
+        """Returns the number of tokens that must be computed before the first draft; at least 1."""
 
 
 class Drafter:

@@ -140,8 +140,8 @@ class HeadDrafter(PagedDrafter):
         return StartedDrafts(finish, rounds.in_flight())
 
     def _found(self, members: Sequence[Member], wanted: Sequence[Wanted]) -> list[Draft | None]:
-        """The drafts of the wanted sequences. The first follows the newest token, which no round
-        of a head counts."""
+        """Returns the drafts of the wanted sequences. The first follows the newest token, which no
+        round of a head counts."""
         found = {
             member.seq.seq_id: Draft(member.end + 1, usable, self.kind(member.seq))
             for member in members

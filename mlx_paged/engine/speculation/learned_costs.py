@@ -115,7 +115,7 @@ class LearnedCosts:
         return _nearest(same, _size(num_drafts), _UNKNOWN)
 
     def _initial(self, num_seqs: int, num_drafts: int) -> float:
-        """The share before any steps of requests."""
+        """Returns the share before any steps of requests."""
         if self._measured is None:
             return _UNKNOWN
         context_len = self._measured.context_len
@@ -125,17 +125,17 @@ class LearnedCosts:
 
 
 def _size(count: int) -> int:
-    """The size class of a number: 1, 2 to 3, 4 to 7, ..."""
+    """Returns the size class of a number: 1, 2 to 3, 4 to 7, ..."""
     return count.bit_length()
 
 
 def _smallest(size: int) -> int:
-    """The smallest number of a size class."""
+    """Returns the smallest number of a size class."""
     return 1 << (size - 1)
 
 
 def _nearest(known: dict[int, float], size: int, default: float) -> float:
-    """The value of the nearest size class."""
+    """Returns the value of the nearest size class."""
     if not known:
         return default
     return known[min(known, key=lambda each: abs(each - size))]

@@ -20,7 +20,7 @@ _GREEDY, _SAMPLED = kind_of(Source.MODEL, 1), kind_of(Source.MODEL, 2)
 
 
 def kind_of_model(seq: CoreSequence) -> int:
-    """The kind of a model's drafts for a sequence, see `acceptance.kind_of`."""
+    """Returns the kind of a model's drafts for a sequence, see `acceptance.kind_of`."""
     return _GREEDY if seq.sampler.row.temperature == 0 else _SAMPLED
 
 

@@ -165,7 +165,7 @@ class DraftRounds:
         return drafts
 
     def _batch(self, members: list[Member], number: int, *, is_read: bool) -> StepBatch:
-        """The batch of a round.
+        """Returns the batch of a round.
 
         Args:
             is_read: True if the host knows the drafts of the previous round.
@@ -213,7 +213,7 @@ class DraftRounds:
         return array(TOKEN_TYPE, np.where(ids < self._num_tokens, ids, 0).tobytes())
 
     def _sampling(self, batch: StepBatch, members: list[Member], number: int) -> SamplingMetadata:
-        """The settings of each sampled row: the model's own for that position.
+        """Returns the settings of each sampled row: the model's own for that position.
 
         Samples of rows before a sequence's last one are not used.
         """
@@ -240,7 +240,8 @@ class DraftRounds:
 def draft_settings(
     columns: SamplingMetadata, positions: list[int], edits: list[tuple[int, LogitEdits]]
 ) -> SamplingMetadata:
-    """The settings of sampled rows at other positions than the sequences' own, without reports.
+    """Returns the settings of sampled rows at other positions than the sequences' own, without
+    reports.
 
     Args:
         columns: The sequences' own settings.

@@ -321,7 +321,7 @@ class Speculator:
         return proposals
 
     def _found(self, drafter: Drafter, wanted: list[Wanted]) -> list[_Proposal]:
-        """The drafts of a drafter without a price."""
+        """Returns the drafts of a drafter without a price."""
         drafts = zip(wanted, self._draft(drafter, wanted))
         return [self._proposal(each, draft) for each, draft in drafts if draft is not None]
 
@@ -331,7 +331,7 @@ class Speculator:
         return _Proposal(wanted, draft.kind, gains, draft)
 
     def _priced(self, wanted: Wanted) -> _Proposal:
-        """A proposal of drafts that are not made yet."""
+        """Returns a proposal of drafts that are not made yet."""
         price = self._drafter.price
         assert price is not None
         wanted = wanted._replace(max_drafts=min(wanted.max_drafts, self._config.max_model_drafts))

@@ -135,7 +135,7 @@ class DFlashConfig:
 
 
 def _windows(own: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The window of each layer."""
+    """Returns the window of each layer."""
     num_layers = own["num_hidden_layers"]
     types = own.get("layer_types") or ["full_attention"] * num_layers
     window = own.get("swa_window_size") or own.get("sliding_window") or 0
@@ -380,7 +380,7 @@ _UNUSED = ("embed_tokens.", "lm_head.", "confidence_head.")
 
 
 def _weights(path: Path) -> dict[str, mx.array]:
-    """The weights of a head by this module's names."""
+    """Returns the weights of a head by this module's names."""
     found = {}
     for name, weight in read_weights(path).items():
         name = name.removeprefix("model.")

@@ -118,7 +118,7 @@ class Eagle3Config:
         )
 
     def tapped_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The target's layer ids whose inputs the head reads; see `Taps`."""
+        """Returns the target's layer ids whose inputs the head reads; see `Taps`."""
         return self.layer_ids or (2, num_layers // 2, num_layers - 3)
 
 
@@ -329,7 +329,7 @@ def load_eagle3(
 
 
 def _weights(path: Path) -> dict[str, mx.array]:
-    """The weights of a head by this module's names."""
+    """Returns the weights of a head by this module's names."""
     found = {}
     for name, weight in read_weights(path).items():
         name = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)

@@ -127,7 +127,7 @@ class Target:
 
 
 def _without_newest(cache: Any) -> Any:
-    """A view of a cache whose window counts a token that is not in it."""
+    """Returns a view of a cache whose window counts a token that is not in it."""
     if cache.spec.window is None:
         return cache
     view = copy(cache)

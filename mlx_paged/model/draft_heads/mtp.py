@@ -241,7 +241,7 @@ def _load(
 
 
 def _prefix(mtp_format: MtpFormat, config: Mapping[str, Any]) -> str:
-    """The prefix of a head's weights, with the number of the model's layers."""
+    """Returns the prefix of a head's weights, with the number of the model's layers."""
     text = config.get("text_config", config)
     return mtp_format.prefix.format(text.get("num_hidden_layers", text.get("num_layers")))
 
@@ -270,7 +270,7 @@ def _sorted_out(named: Weights, mtp_format: MtpFormat) -> tuple[Weights, mx.arra
 
 
 def _shell(config: Mapping[str, Any], mtp_format: MtpFormat) -> tuple[Any, dict[str, Any]]:
-    """A model with only the head's layers, without weights, and its config."""
+    """Returns a model with only the head's layers, without weights, and its config."""
     own = deepcopy(dict(config))
     for section in (own, own.get("text_config", {})):
         if "hidden_size" in section:
@@ -280,14 +280,14 @@ def _shell(config: Mapping[str, Any], mtp_format: MtpFormat) -> tuple[Any, dict[
 
 
 def _numbered(mtp_format: MtpFormat, num_layers: int) -> MtpFormat:
-    """The format with the number of the head's last layer."""
+    """Returns the format with the number of the head's last layer."""
     if mtp_format.norm is None:
         return mtp_format
     return replace(mtp_format, norm=mtp_format.norm.format(num_layers - 1))
 
 
 def _name(mtp_format: MtpFormat, name: str) -> str:
-    """The name of a weight of the head in `sanitize`."""
+    """Returns the name of a weight of the head in `sanitize`."""
     module, _, kind = name.rpartition(".")
     for ours, seen in _OWN.items():
         if module == getattr(mtp_format, ours):
@@ -335,7 +335,7 @@ def _read(path: Path, prefix: str) -> tuple[Weights, bool]:
 
 
 def _rest(name: str, prefix: str) -> str | None:
-    """The name after the prefix, which may follow the name of a model's text part."""
+    """Returns the name after the prefix, which may follow the name of a model's text part."""
     for wrapper in ("", "language_model.", "model.language_model.", "model."):
         if name.startswith(wrapper + prefix):
             return name[len(wrapper) + len(prefix) :]
@@ -343,7 +343,7 @@ def _rest(name: str, prefix: str) -> str | None:
 
 
 def _files(path: Path, is_wanted: Callable[[str], bool]) -> list[Path]:
-    """The files that hold any of the wanted weights."""
+    """Returns the files that hold any of the wanted weights."""
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(path.glob("*.safetensors"))

@@ -149,7 +149,7 @@ _STEP_LISTS = (
 
 
 def _step_fields(config: Fields) -> Fields:
-    """The head's fields: the config's lists have its layer after the model's.
+    """Returns the head's fields: the config's lists have its layer after the model's.
 
     Raises:
         ValueError: A list has no entry for it.

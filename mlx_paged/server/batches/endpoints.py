@@ -42,7 +42,7 @@ R = TypeVar("R", bound=_HasId)
 
 
 def manager_of(request: Request) -> BatchManager:
-    """The batches of a server.
+    """Returns the batches of a server.
 
     Raises:
         ApiError: 404, it has none.
@@ -262,7 +262,7 @@ async def cancel_batch(request: Request) -> Response:
 
 
 def found_batch(request: Request, kind: str) -> BatchRecord:
-    """The batch that a path names.
+    """Returns the batch that a path names.
 
     Raises:
         ApiError: 404.
@@ -311,7 +311,7 @@ def _batch(record: BatchRecord) -> bodies.BatchAnswer:
 
 
 def query_of(request: Request, *known: str) -> dict[str, str]:
-    """The query of a path.
+    """Returns the query of a path.
 
     Raises:
         ApiError: 400 for a name that it does not have.

@@ -150,7 +150,7 @@ class Journal:
         """Writes output lines; they survive a crash of the machine once it has returned.
 
         Raises:
-            MlxPagedError: they could not be written.
+            MlxPagedError: They could not be written.
         """
         rest = memoryview(b"".join(line + b"\n" for line in lines))
         try:

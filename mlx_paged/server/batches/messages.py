@@ -293,7 +293,7 @@ def _results(opened: Results) -> Iterator[bytes]:
 
 
 def _result(line: dict[str, Any]) -> dict[str, Any]:
-    """The result of a message, from its output line."""
+    """Returns the result of a message, from its output line."""
     response, error = line["response"], line["error"]
     if response is None and error["code"] == "batch_cancelled":
         return {"type": "canceled"}

@@ -74,7 +74,7 @@ class BatchRecord:
             raise InvalidParameterError("files_dir", expected, stored.get("id")) from None
 
     def stored(self) -> dict[str, Any]:
-        """The record as JSON has it."""
+        """Returns the record as JSON has it."""
         return asdict(self)
 
     @property

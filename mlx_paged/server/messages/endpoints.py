@@ -82,7 +82,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    """How the answer is generated."""
+    """Returns how the answer is generated."""
     asked: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -186,7 +186,7 @@ class MessagesAdapter(TurnAdapter):
                 yield {"type": "thinking", "thinking": text, "signature": SIGNATURE}
 
     def _ending(self, piece: Piece) -> tuple[StopReason | None, str | None]:
-        """Why the message ended, and the stop sequence that ended it."""
+        """Returns why the message ended, and the stop sequence that ended it."""
         if piece.finish_reason == "length":
             by_context = self._is_cut_by_context
             return ("model_context_window_exceeded" if by_context else "max_tokens"), None

@@ -67,10 +67,10 @@ _INSERT_LINE = {
 
 
 def _editor(name: str, commands: Sequence[str], inserted: str) -> _Defined:
-    """The text editor.
+    """Returns the text editor.
 
     Args:
-        inserted: the property that has the text of `insert`.
+        inserted: The property that has the text of `insert`.
     """
     replaced = "Of str_replace: the text that replaces old_str."
     if inserted == "new_str":
@@ -217,5 +217,5 @@ def use_id(call_id: str) -> str:
 
 
 def call_id(use_id: str) -> str:
-    """The id of the call, as the model wrote it wherever the id of its use can show that."""
+    """Returns the id of the call, as the model wrote it if the id of its use shows that."""
     return use_id.removeprefix(_PREFIX) or use_id

@@ -99,7 +99,7 @@ def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
-    """The messages as chats have them; neighbours of one role are one message."""
+    """Returns the messages as chats have them; neighbours of one role are one message."""
     messages: list[dict[str, Any]] = []
     if system := _system(body.system):
         messages.append({"role": "system", "content": system})
@@ -114,7 +114,7 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
 
 
 def _system(given: str | Blocks | None) -> str | Content:
-    """The system prompt."""
+    """Returns the system prompt."""
     if given is None or isinstance(given, str):
         return given or ""
     texts = [_text(block, f"system.{i}") for i, block in enumerate(given)]
@@ -155,7 +155,7 @@ def _plain(message: MessageBody, where: str) -> list[dict[str, Any]]:
 
 
 def _answer(blocks: Blocks, where: str) -> dict[str, Any]:
-    """An earlier answer."""
+    """Returns an earlier answer."""
     texts, reasoning, calls = [], [], []
     for i, block in enumerate(blocks):
         at = f"{where}.content.{i}"
@@ -188,7 +188,7 @@ def _call(block: Block, where: str) -> dict[str, Any]:
 
 
 def _result(block: Block, where: str) -> dict[str, Any]:
-    """The result of a call. No template knows of errors, so the text says it."""
+    """Returns the result of a call. No template knows of errors, so the text says it."""
     if block.tool_use_id is None:
         name = f"{where}.tool_use_id"
         raise bad_request(name, f"{name} is missing", "missing_field")
@@ -243,7 +243,7 @@ def _source(block: Block, where: str) -> dict[str, Any]:
 
 
 def _document(block: Block, where: str) -> str | Content:
-    """A document between tags, as Anthropic's guides have them in prompts."""
+    """Returns a document between tags, as Anthropic's guides have them in prompts."""
     if (block.citations or {}).get("enabled"):
         at = f"{where}.citations"
         raise bad_request(
@@ -319,7 +319,7 @@ def _parts(content: Any, where: str) -> str | Content:
 
 
 def _text(block: Block, where: str) -> str:
-    """The text of a block.
+    """Returns the text of a block.
 
     Raises:
         ApiError: 400 for an image or a document, and for blocks of Anthropic's own tools.

@@ -169,10 +169,10 @@ class ResponseAdapter(Adapter):
         return self._sse({"type": "response.failed", "response": response})
 
     def stopped(self, failure: ApiError | None) -> Iterable[bytes]:
-        """The last events of a response that was ended before its time.
+        """Returns the last events of a response that was ended before its time.
 
         Args:
-            failure: why it fails; None: it is cancelled.
+            failure: Why it fails; None: it is cancelled.
         """
         yield from map(self._sse, self._output.close("incomplete"))
         if failure is not None:
@@ -345,7 +345,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
 
 
 def _echo(tool: ResponseTool) -> dict[str, Any]:
-    """A tool of the request, as the response shows it."""
+    """Returns a tool of the request, as the response shows it."""
     shown: dict[str, Any] = {"type": tool.type}
     if tool.type == "namespace":
         shown["description"] = tool.description or ""

@@ -68,7 +68,7 @@ class BackgroundRun:
         """Ends it, and waits until it has.
 
         Args:
-            failure: why it fails; None: the client has cancelled it.
+            failure: Why it fails; None: the client has cancelled it.
         """
         self.end(failure)
         await asyncio.wait({self._task})
@@ -277,7 +277,7 @@ def _shutting_down() -> ApiError:
 
 
 def _error(error: ApiError, sequence_number: int) -> bytes:
-    """An error of one reader's stream."""
+    """Returns an error of one reader's stream."""
     event = {
         "type": "error", "code": error.code, "message": error.message, "param": error.param,
         "sequence_number": sequence_number,

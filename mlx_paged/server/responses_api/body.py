@@ -281,7 +281,7 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
 
 
 def _tool(tool: ResponseTool, where: str) -> Tool:
-    """A function or a custom tool."""
+    """Returns a function or a custom tool."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     if tool.type == "custom":
@@ -301,7 +301,7 @@ def _tool(tool: ResponseTool, where: str) -> Tool:
 
 
 def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
-    """The tools of a namespace. Its description comes once, before the first tool's."""
+    """Returns the tools of a namespace. Its description comes once, before the first tool's."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     found = []
@@ -327,7 +327,7 @@ def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
 
 
 def joined(namespace: str | None, name: str) -> str:
-    """The name of a function, as the model writes it."""
+    """Returns the name of a function, as the model writes it."""
     return name if namespace is None else f"{namespace}{JOINER}{name}"
 
 
@@ -372,7 +372,7 @@ def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
 
 
 def _allowed(entry: dict[str, Any], tools: tuple[Tool, ...], where: str) -> tuple[str, ...]:
-    """The functions that an entry of `allowed_tools` means."""
+    """Returns the functions that an entry of `allowed_tools` means."""
     kind, name, namespace = entry.get("type"), entry.get("name"), entry.get("namespace")
     if isinstance(kind, str) and kind.startswith("web_search"):
         return ()
@@ -402,11 +402,11 @@ def _named(
 
 
 def text_of(body: ResponseBody) -> StructuredOutputs | None:
-    """The constraint on the answer's text; None: free text.
+    """Returns the constraint on the answer's text; None: free text.
 
     Raises:
         ApiError: 400 for an unknown format, or two of them.
-        InvalidParameterError: a value that `StructuredOutputs` refuses.
+        InvalidParameterError: A value that `StructuredOutputs` refuses.
     """
     wanted = structured_outputs_of(body)
     given = None if body.text is None else body.text.format

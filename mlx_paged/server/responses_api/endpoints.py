@@ -313,7 +313,7 @@ def _unknown(response_id: str) -> ApiError:
 
 
 def _check_query(request: Request, *known: str) -> dict[str, str]:
-    """The query of a path.
+    """Returns the query of a path.
 
     Raises:
         ApiError: 400 for a name that it does not have.
@@ -342,10 +342,10 @@ def _check_query(request: Request, *known: str) -> dict[str, str]:
 def _input_of(
     body: PromptBody, context: Context, latest: LatestResponse | None = None
 ) -> tuple[list[Item], Segment | None]:
-    """The new items of a body, and the conversation that they continue.
+    """Returns the new items of a body, and the conversation that they continue.
 
     Args:
-        latest: see `adapter_of`.
+        latest: See `adapter_of`.
 
     Raises:
         ApiError: 400 for an item that is wrong, or a response that is not there.

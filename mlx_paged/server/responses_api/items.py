@@ -29,12 +29,12 @@ _OURS = "mlx-paged:"
 
 
 def new_id(kind: str) -> str:
-    """A new id; it cannot be guessed."""
+    """Returns a new id; it cannot be guessed."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 def items_of(given: Input | None) -> list[Item]:
-    """The items of `input`, checked, each with an id.
+    """Returns the items of `input`, checked, each with an id.
 
     Raises:
         ApiError: 400 for an item that this server does not know, or that lacks something.
@@ -175,7 +175,7 @@ def _reasoning(given: InputItem, where: str) -> Item:
 
 
 def encrypted(text: str) -> str:
-    """A reasoning in the form of `encrypted_content`, for clients that keep only that.
+    """Returns reasoning in the form of `encrypted_content`, for clients that keep only that.
 
     It is not secret: the client could have the text as well.
     """

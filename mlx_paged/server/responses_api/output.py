@@ -96,7 +96,7 @@ class _Item:
     """An open item.
 
     Args:
-        index: in the output.
+        index: In the output.
     """
 
     kind: str
@@ -107,7 +107,7 @@ class _Item:
         self.pieces: list[str] = []
 
     def about(self, type: str, **fields: Any) -> Told:
-        """An event about something in the item."""
+        """Returns an event about something in the item."""
         return {"type": type, "item_id": self.id, "output_index": self.index, **fields}
 
     def added(self, item: OutputItem) -> Told:

@@ -36,7 +36,7 @@ class Segment:
         return len(self.input) + len(self.output)
 
     def chain(self) -> list[Segment]:
-        """All segments of the conversation, the first one first."""
+        """Returns all segments of the conversation, the first one first."""
         found = [self]
         while (before := found[-1].before) is not None:
             found.append(before)
@@ -200,7 +200,7 @@ class LatestResponse:
             self._id, self._segment = response["id"], segment
 
     def segment(self, response_id: str) -> Segment | None:
-        """The conversation up to and with a response; None: it is another one."""
+        """Returns the conversation up to and including a response; None if it is in another one."""
         return self._segment if response_id == self._id else None
 
     def item(self, item_id: str) -> dict[str, Any] | None:

@@ -104,7 +104,7 @@ class _Session:
         """Returns when the connection has ended.
 
         Raises:
-            WebSocketDisconnect: the client left while something was sent.
+            WebSocketDisconnect: The client left while something was sent.
         """
         reading = asyncio.create_task(self._read())
         try:
@@ -161,7 +161,7 @@ class _Session:
         self._num_waiting += num_more
 
     async def _next(self, reading: asyncio.Task[None]) -> str | None:
-        """The next message; None: the connection ends."""
+        """Returns the next message; None: the connection ends."""
         loop = asyncio.get_running_loop()
         arriving = asyncio.create_task(self._inbox.get())
         draining = asyncio.create_task(self._context.drained.wait())
@@ -245,7 +245,7 @@ class _Session:
             self._latest.put(adapter.now(), remembered.new_input, remembered.before)
 
     def _request(self, text: str, trace: RequestLog) -> Request:
-        """A message as the HTTP request that it stands for."""
+        """Returns a message as the HTTP request that it stands for."""
         content = text.encode()
         parts = [content]
 
@@ -272,7 +272,7 @@ class _Session:
         """Sends an event.
 
         Raises:
-            WebSocketDisconnect: the client has left, or does not read.
+            WebSocketDisconnect: The client has left, or does not read.
         """
         try:
             async with asyncio.timeout(self._context.config.read_timeout):
