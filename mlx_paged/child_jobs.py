@@ -215,7 +215,7 @@ def announce(about: Any) -> None:
 
 
 def announced() -> Any:
-    """Returns what the running job announced last; None: nothing."""
+    """Returns what the running job announced last; None if it has announced nothing."""
     return _announced
 
 

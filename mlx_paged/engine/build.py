@@ -419,7 +419,7 @@ def _step_media(paged: PagedModel, model: LoadedModel) -> StepMediaBuilder | Non
 def _with_media(
     runner: ModelRunner, config: EngineConfig, model: LoadedModel
 ) -> memory.WithMedia | None:
-    """Makes the function that adds the needs of encoders to those of a step; None: text only."""
+    """Makes the function that adds the needs of encoders to those of a step; None without any."""
     if model.media is None:
         return None
     from mlx_paged.multimodal.memory import with_media
@@ -437,7 +437,7 @@ def _with_media(
 
 
 def _feature_bytes(model: LoadedModel) -> int | None:
-    """Estimates the bytes of one row's features before any are made; None: unknown."""
+    """Estimates the bytes of one row's features before any are made; None if unknown."""
     if model.media is None:
         return None
     from mlx_paged.multimodal.memory import feature_bytes

@@ -306,7 +306,7 @@ class EngineConfig:
 
     @cached_property
     def kv_format(self) -> KVFormat | None:
-        """The format of keys and values; None: the model's dtype."""
+        """The format of keys and values; None means the model's dtype."""
         return format_named(self.kv_cache_dtype)
 
     @cached_property

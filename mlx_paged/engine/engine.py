@@ -266,7 +266,7 @@ class Engine:
 
     @property
     def idle_interval(self) -> float | None:
-        """Seconds after which an idle engine needs an `on_idle` call; None: never."""
+        """Seconds after which an idle engine needs an `on_idle` call; None means never."""
         if self._offloading is not None and self._offloading.has_idle_work:
             return 0.0
         return CHECK_SECONDS if self._ranks is not None else self.pressure_interval
@@ -307,7 +307,7 @@ class Engine:
 
     @property
     def pressure_interval(self) -> float | None:
-        """Seconds after which an idle engine needs a `follow_pressure` call; None: never."""
+        """Seconds after which an idle engine needs a `follow_pressure` call; None means never."""
         return POLL_SECONDS if self._relief.pressure.is_on else None
 
     def follow_pressure(self) -> None:

@@ -216,7 +216,7 @@ class DeferredText:
             return self._stream.text
 
     def _decode(self, num_tokens: int | None) -> None:
-        """Catches up with the first `num_tokens` tokens; None: with all, and the end."""
+        """Catches up with the first `num_tokens` tokens; None means all of them, and the end."""
         stop = self._num_text_tokens if num_tokens is None else num_tokens
         if stop is None:
             stop = len(self._tokens) - self._start

@@ -104,7 +104,7 @@ class BlockBytes(ABC):
 
     @abstractmethod
     def collect(self, evaluated_step: int | None = None) -> None:
-        """Finishes the reads begun before a step that has been evaluated; None: finishes all reads,
+        """Finishes the reads begun before a step that has been evaluated; None finishes all reads,
         begun or not."""
 
     @abstractmethod

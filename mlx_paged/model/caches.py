@@ -169,7 +169,7 @@ class StepContext(threading.local):
 
     @contextmanager
     def rows(self, rows: mx.array | None) -> Iterator[None]:
-        """Within it, model code sees only these rows of the step, in this order; None: all."""
+        """Within it, model code sees only these rows of the step, in this order; None means all."""
         before = self.adapters
         if before is not None and rows is not None:
             self.adapters = before[rows]

@@ -110,7 +110,7 @@ class StatePool:
         return mx.pad(states, [(0, 0), *((n, 0) for n in missing)])
 
     def write(self, states: mx.array, slots: mx.array) -> None:
-        """Writes ``[num_seqs, *shape]`` to ``[num_seqs]`` int32 slots, in place; -1: nowhere."""
+        """Writes ``[num_seqs, *shape]`` to ``[num_seqs]`` int32 slots in place; -1: nowhere."""
         num = slots.shape[0]
         if states.shape != (num, *self._shape):
             raise ValueError(

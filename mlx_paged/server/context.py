@@ -132,7 +132,7 @@ class ServerContext(ABC):
     @property
     @abstractmethod
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and answer of any model; None: no limit."""
+        """Maximum tokens of prompt and answer of any model; None means no limit."""
 
     @abstractmethod
     def served_name(self, name: str) -> str:

@@ -70,7 +70,7 @@ class Operation(NamedTuple):
 
     @property
     def needs_runner(self) -> str | None:
-        """The runner that the path needs; None: any."""
+        """The runner that the path needs; None means any."""
         generates = self.chunk is not None and not self.of_catalog
         return "generate" if generates else self.runner
 

@@ -66,7 +66,7 @@ class ModelRegistry:
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and answer of any model; None: no limit."""
+        """Maximum tokens of prompt and answer of any model; None means no limit."""
         limits = [model.renderer.max_model_len for model in self]
         return None if None in limits else max(limit for limit in limits if limit is not None)
 

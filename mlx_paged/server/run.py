@@ -210,7 +210,7 @@ class Service(Protocol):
         """Ends the running requests: lets them finish for some seconds, then aborts them."""
 
     async def watch(self, address: str) -> int | None:
-        """Returns when the process must end, with its status; None: it is about to end anyway.
+        """Returns when the process must end, with its status; None if it is about to end anyway.
 
         Args:
             address: The server's address, for the log.

@@ -239,7 +239,7 @@ def choice_of(
 
 
 def format_of(given: ResponseFormat | None) -> StructuredOutputs | None:
-    """Reads `response_format`; None: free text.
+    """Reads `response_format`; None means free text.
 
     Raises:
         ApiError: 400 for an unknown type, or a schema that is missing.

@@ -77,7 +77,7 @@ the demo's own system prompt is among them (about one conversation in twenty). I
   (`families/`) and {composition} random compositions (`compositions.py`), in many wordings (`wording.py`), and the house rules of
   the system prompts (`house_rules.py`). Some long system prompts are prose from docstrings of the packages.
 
-| package | version | licence in its metadata | characters |
+| package | version | license in its metadata | characters |
 |---|---|---|---|
 {origins}
 

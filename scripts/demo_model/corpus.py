@@ -142,7 +142,7 @@ def collect(wheels: Path, ruff: str = "ruff") -> Corpus:
             licence = licence_of(archive.read(name).decode("utf-8", "replace"))
         package, release = wheel.name.split("-")[:2]
         if licence is None:
-            print(f"skipped {package}: no permissive licence in its metadata")
+            print(f"skipped {package}: no permissive license in its metadata")
             continue
         places.append(
             ({"name": package, "version": release, "licence": licence}, wheel_files(wheel))

@@ -122,7 +122,7 @@ def test_another_seed_or_position_draws_anew(field: str) -> None:
 
 
 def test_seed_and_position_are_two_counters() -> None:
-    """(seed, position) and (position, seed), or neighbours on the diagonal, share nothing."""
+    """(seed, position) and (position, seed), or neighbors on the diagonal, share nothing."""
     flat = mx.zeros((100, VOCAB_SIZE))
     ahead = tokens_of(flat, [SamplingRow(1.0, i, i + 1) for i in range(100)])
     swapped = tokens_of(flat, [SamplingRow(1.0, i + 1, i) for i in range(100)])
@@ -196,7 +196,7 @@ def test_a_row_without_a_token_says_so(way: str, dtype: mx.Dtype) -> None:
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, np.where([0, 1, 1, 1, 1, 1, 0, 0, 0], -1, tokens))
     assert tokens[6] == 23 and tokens[7] % 2 == 1
-    # Its neighbours in the batch have no part in it.
+    # Its neighbors in the batch have no part in it.
     good = mx.array([0, 6, 7, 8])
     assert tokens_of(logits[good], [WAYS[way]] * 4) == tokens[[0, 6, 7, 8]].tolist()
 

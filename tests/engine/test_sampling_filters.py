@@ -189,7 +189,7 @@ def test_without_filters_nothing_is_computed() -> None:
 )
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_draws_follow_the_filtered_distribution(filters: dict, temperature: float) -> None:
-    """Chi-square against the renormalised probabilities; seeds are fixed."""
+    """Chi-square against the renormalized probabilities; seeds are fixed."""
     num_draws = 8000
     logits = (np.random.default_rng(5).normal(size=VOCAB_SIZE) * 1.5).astype(np.float32)
     tempered = (logits - logits.max()) / np.float32(temperature)

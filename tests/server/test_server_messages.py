@@ -273,7 +273,7 @@ def test_a_system_message_among_the_messages_omlx_1503(client, engine) -> None:
     assert prompt == "[user]a[system]b[assistant]c[system]d"
 
 
-def test_neighbours_of_one_role_are_one_message(client, engine) -> None:
+def test_neighbors_of_one_role_are_one_message(client, engine) -> None:
     messages = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},

@@ -227,7 +227,7 @@ class BlockPool:
         return None
 
     def free_since(self, step: int) -> list[int]:
-        """Free blocks whose last owner left after step `step` was launched; -1: all of them.
+        """Free blocks whose last owner left after step `step` was launched; -1 means all of them.
 
         No step in flight touches them.
         """

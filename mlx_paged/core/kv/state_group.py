@@ -99,7 +99,7 @@ class StateGroup(KVCacheGroup):
             self.plan(tables, len(tables.tokens), source.num_known_blocks)
 
     def plan(self, tables: BlockTables, num_tokens: int | None, num_known_blocks: int = 0) -> None:
-        """Plans the snapshots of a sequence with a prompt of `num_tokens` tokens; None: plans none.
+        """Plans the snapshots of a sequence with a prompt of `num_tokens` tokens; None plans none.
 
         One is due at the last full block of the prompt, where an equal prompt or the next turn will
         continue. Another is due where the sequence diverges from earlier ones, because a third

@@ -174,7 +174,7 @@ class ChatRenderer:
         return self._known(chat_template, has_tools=False).forms.spelling
 
     def _known(self, template: str | None, has_tools: bool) -> _Template:
-        """Returns the facts about a template; None: the model's own."""
+        """Returns the facts about a template; None means the model's own."""
         source = self._source(template, has_tools)
         known = self._templates.get((template, source))
         if known is None:

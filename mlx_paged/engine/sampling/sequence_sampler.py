@@ -143,7 +143,7 @@ class RequestSampling:
     def _rules(
         self, compiler: GrammarCompiler | None, reasoning: ReasoningFormat | None
     ) -> GrammarRules | None:
-        """Returns the grammar its answers must follow; None: free text."""
+        """Returns the grammar that its answers must follow; None means free text."""
         params = self.params
         wanted, budget = params.structured_outputs, params.thinking_token_budget
         if wanted is None and budget is None:

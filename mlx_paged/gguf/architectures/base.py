@@ -127,7 +127,7 @@ def common(meta: Metadata, model_type: str, **fields: Any) -> Config:
 
 
 def rope_scaling(meta: Metadata) -> Config | None:
-    """Returns the scaling of rotary embeddings in the terms of ``config.json``; None: plain."""
+    """Returns the scaling of rotary embeddings in the terms of ``config.json``; None if plain."""
     length = meta.size("context_length")
     if "rope_freqs.weight" in meta.file:
         # Llama 3's scaling: what wavelengths are multiplied with.

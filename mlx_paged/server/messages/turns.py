@@ -99,7 +99,7 @@ def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
-    """Returns the messages as chats have them; neighbours of one role are one message."""
+    """Returns the messages as chats have them; neighbors with the same role become one message."""
     messages: list[dict[str, Any]] = []
     if system := _system(body.system):
         messages.append({"role": "system", "content": system})

@@ -87,7 +87,7 @@ def params_of(body: GenerationRequest, model: ServedModel, request: Request) -> 
 
 
 def context_len(body: GenerationRequest, model: ServedModel) -> int | None:
-    """Returns the maximum tokens of prompt and answer; None: no limit."""
+    """Returns the maximum tokens of prompt and answer; None means no limit."""
     limits = (body.options.num_ctx if body.options else None, model.renderer.max_model_len)
     return min((limit for limit in limits if limit is not None), default=None)
 

@@ -93,7 +93,7 @@ class ResponseAdapter(Adapter):
         self._head = _head(body, turn, generation)
         self._output = Output(
             turn.tools,
-            summarises=summary_of(body.reasoning) is not None,
+            summarizes=summary_of(body.reasoning) is not None,
             encrypts=ENCRYPTED in (body.include or ()),
         )
         self._sequence = itertools.count()

@@ -402,7 +402,7 @@ def _named(
 
 
 def text_of(body: ResponseBody) -> StructuredOutputs | None:
-    """Returns the constraint on the answer's text; None: free text.
+    """Returns the constraint on the answer's text; None means free text.
 
     Raises:
         ApiError: 400 for an unknown format, or two of them.

@@ -27,16 +27,16 @@ class Output:
 
     Args:
         tools: Tools of the request, with the namespaces and names of calls.
-        summarises: True shows reasoning as its summary.
+        summarizes: True shows reasoning as its summary.
         encrypts: True adds `encrypted_content` to reasoning.
 
     Attributes:
         items: Items that have ended, in the form of the response.
     """
 
-    def __init__(self, tools: Sequence[Tool], *, summarises: bool, encrypts: bool) -> None:
+    def __init__(self, tools: Sequence[Tool], *, summarizes: bool, encrypts: bool) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._summarises = summarises
+        self._summarizes = summarizes
         self._encrypts = encrypts
         self._open: _Message | _Reasoning | _Call | None = None
         self.items: list[OutputItem] = []
@@ -57,7 +57,7 @@ class Output:
         elif isinstance(event, events.ReasoningText):
             if not isinstance(self._open, _Reasoning):
                 yield from self.close()
-                self._open = _Reasoning(len(self.items), self._summarises, self._encrypts)
+                self._open = _Reasoning(len(self.items), self._summarizes, self._encrypts)
                 yield from self._open.begin()
             yield from self._open.more(event.text)
         elif isinstance(event, events.CallBegin):
@@ -167,12 +167,12 @@ class _Reasoning(_Item):
 
     kind = "rs"
 
-    def __init__(self, index: int, summarises: bool, encrypts: bool) -> None:
+    def __init__(self, index: int, summarizes: bool, encrypts: bool) -> None:
         super().__init__(index)
-        self._summarises = summarises
+        self._summarizes = summarizes
         self._encrypts = encrypts
         # Names of the same events in the two forms.
-        if summarises:
+        if summarizes:
             self._part = "response.reasoning_summary_part"
             self._text = "response.reasoning_summary_text"
             self._index = {"summary_index": 0}
@@ -204,7 +204,7 @@ class _Reasoning(_Item):
         item: ReasoningItem = {
             "id": self.id, "type": "reasoning", "summary": [], "status": status,
         }  # fmt: skip
-        if self._summarises:
+        if self._summarizes:
             item["summary"] = [{"type": "summary_text", "text": text}]
         else:
             item["content"] = [{"type": "reasoning_text", "text": text}]

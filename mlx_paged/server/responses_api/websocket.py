@@ -161,7 +161,7 @@ class _Session:
         self._num_waiting += num_more
 
     async def _next(self, reading: asyncio.Task[None]) -> str | None:
-        """Returns the next message; None: the connection ends."""
+        """Returns the next message; None if the connection ends."""
         loop = asyncio.get_running_loop()
         arriving = asyncio.create_task(self._inbox.get())
         draining = asyncio.create_task(self._context.drained.wait())

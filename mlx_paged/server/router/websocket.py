@@ -145,7 +145,7 @@ class _Tunnel:
                 await _cancel(sending, returning)
 
     async def _first(self) -> str | bytes | None:
-        """Returns the next message; None: the server shuts down."""
+        """Returns the next message; None if the server shuts down."""
         taking = asyncio.create_task(self._take())
         draining = asyncio.create_task(self._context.drained.wait())
         try:
