@@ -128,7 +128,7 @@ route_experts(
       score = is_pair ? precise::exp(score - most) : 0.0f;
       score = rounded<T>(score * (1.0f / simd_sum(score)));
     }
-    if (params.normalises) {
+    if (params.normalizes) {
       score /= rounded<T>(simd_sum(is_pair ? score : 0.0f));
     }
     if (is_pair) {

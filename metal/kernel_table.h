@@ -328,7 +328,7 @@ struct RouteParams {
   int top_k;
   int softmax_first;  // weights come from the probabilities of all experts; otherwise of the chosen
                       // ones
-  int normalises;     // divides the weights by their sum
+  int normalizes;     // divides the weights by their sum
   int takes_last;     // sorts the logits rather than their negatives
   int item_rows;      // maximum pairs per item
   int max_items;      // capacity of `items`

@@ -315,9 +315,9 @@ paged_decode(
       joined.sum += sums[s] * factors[s];
     }
     ulong result = ours.result(q);
-    float normaliser = 1.0f;
+    float normalizer = 1.0f;
     if (ours.whole()) {
-      normaliser = joined.normaliser(per_head, ours.head(q), params.options);
+      normalizer = joined.normalizer(per_head, ours.head(q), params.options);
     } else if (thread_id == 0) {
       partials.maxima[result] = joined.maximum;
       partials.sums[result] = joined.sum;
@@ -329,7 +329,7 @@ paged_decode(
         sum = fma(values[s * V_DIM + d], factors[s], sum);
       }
       if (ours.whole()) {
-        out[result * V_DIM + d] = T(sum * normaliser);
+        out[result * V_DIM + d] = T(sum * normalizer);
       } else {
         partials.values[result * V_DIM + d] = sum;
       }

@@ -255,7 +255,7 @@ paged_decode_matrix(
     int q = Softmax::row_of(i, simd_id, lane);
     if (q < ours.num_queries && lane % TOKENS == 0) {
       if (ours.whole()) {
-        factors[q] = softmax.state[i].normaliser(per_head, ours.head(q), params.options);
+        factors[q] = softmax.state[i].normalizer(per_head, ours.head(q), params.options);
       } else {
         partials.maxima[ours.result(q)] = softmax.state[i].maximum;
         partials.sums[ours.result(q)] = softmax.state[i].sum;

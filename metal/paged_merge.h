@@ -67,14 +67,14 @@ paged_merge(
     }
   }
 
-  float normaliser = joined.normaliser(per_head, head, params.options);
+  float normalizer = joined.normalizer(per_head, head, params.options);
   device T* result = out + (ulong(item.row_begin + row) * params.num_q_heads + head) * V_DIM;
   PAGED_UNROLL
   for (int i = 0; i < PAIRS; i++) {
     int element = i * 64 + 2 * int(lane);
     if (element < V_DIM) {
-      result[element] = T(values[i].x * normaliser);
-      result[element + 1] = T(values[i].y * normaliser);
+      result[element] = T(values[i].x * normalizer);
+      result[element + 1] = T(values[i].y * normalizer);
     }
   }
 }

@@ -206,7 +206,7 @@ paged_prefill(
       ulong at = ours.result(q);
       float factor = 1.0f;
       if (ours.whole()) {
-        factor = state[band].normaliser(per_head, ours.head(q), params.options);
+        factor = state[band].normalizer(per_head, ours.head(q), params.options);
       } else if (matrix_column(lane) == 0) {
         partials.maxima[at] = state[band].maximum;
         partials.sums[at] = state[band].sum;

@@ -46,7 +46,7 @@ struct SoftmaxState {
 
   // Final factor for a sum of values of query head `head` relative to `maximum`. 0 for a row that
   // sees no key.
-  METAL_FUNC float normaliser(
+  METAL_FUNC float normalizer(
       device const float* per_head, int head, constant AttentionOptions& options) const thread {
     float factor = 1.0f;
     float total = sum;

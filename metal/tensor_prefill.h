@@ -171,7 +171,7 @@ tensor_prefill(
   simdgroup_barrier(mem_flags::mem_threadgroup);  // The last factors have been read.
   if (q < ours.num_queries && lane % 2 == 0) {
     factors[lane / 2] =
-        ours.whole() ? state.normaliser(per_head, ours.head(q), params.options) : 1.0f;
+        ours.whole() ? state.normalizer(per_head, ours.head(q), params.options) : 1.0f;
     if (!ours.whole()) {
       ulong at = ours.result(q);
       partials.maxima[at] = state.maximum;

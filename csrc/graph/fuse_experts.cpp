@@ -99,7 +99,7 @@ bool read_weights(Trail& trail, const mx::array& weights, Experts& found) {
   if (of_chosen) {
     chosen = trail.source(node->inputs[0], Op::gather_axis);
   } else if (node->op == Op::divide) {
-    found.route.normalises = true;
+    found.route.normalizes = true;
     chosen = trail.source(node->inputs[0], Op::gather_axis);
     const auto* total = trail.source(node->inputs[1], Op::sum);
     if (!sums_axis(total, -1) || trail.source(total->inputs[0]) != chosen) {

@@ -267,7 +267,7 @@ def test_a_mixture(rng, form: tuple[str, int, int] | None, dtype) -> None:
     # (Rows of scales that are no multiples of 16 bytes, but two together are.)
     narrow = 768 if form is None or form[2] < 128 else 1024
     for router, num_experts, top_k, has_bias, (hidden, intermediate) in (
-        ("normalised", 24, 8, False, (2048, narrow)), ("first, softmax", 8, 2, True, (1024, 2048)),
+        ("normalized", 24, 8, False, (2048, narrow)), ("first, softmax", 8, 2, True, (1024, 2048)),
     ):  # fmt: skip
         experts = Experts(
             rng, num_experts, hidden, intermediate, dtype, has_bias=has_bias, form=form
@@ -297,7 +297,7 @@ def test_experts_that_no_kernel_serves_are_refused(rng) -> None:
         [mx.zeros((3, 1, 320), mx.bfloat16), mx.zeros((3, 1, 4), mx.bfloat16)]
     )
     with pytest.raises(ValueError, match="experts with quantized weights"):
-        executables.GpuExecutable(inputs, [experts.build(*inputs, "normalised", 2)])
+        executables.GpuExecutable(inputs, [experts.build(*inputs, "normalized", 2)])
 
 
 def steps_of(rng: np.random.Generator) -> list[dict[str, list[int]]]:

@@ -209,7 +209,7 @@ def test_experts(rng, form: Form) -> None:
     options = {} if form == DENSE else {"form": form}
     experts = Experts(rng, 5, 128, 128, dtype, has_bias=True, **options)
     x, logits = normal(rng, 21, 1, 128, dtype=dtype), logits_apart(rng, 21, 5, dtype)
-    router, top_k = "normalised", 3
+    router, top_k = "normalized", 3
     chosen, shares = chosen_by(router, exact(logits)[:, 0], top_k)
     expected = experts.expected(x, chosen, shares)
     matrix_bytes = sum(a.nbytes for a in experts.arrays["gate"]) // 5

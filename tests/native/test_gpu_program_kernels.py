@@ -227,8 +227,8 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
 @pytest.mark.parametrize(
     ("router", "rows", "num_experts", "top_k"),
     [
-        ("softmax, last", 1, 5, 2), ("normalised", 9, 40, 8), ("first, softmax", 33, 4, 3),
-        ("first, softmax", 17, 130, 3), ("normalised", 40, 2, 2), ("normalised", 150, 12, 8),
+        ("softmax, last", 1, 5, 2), ("normalized", 9, 40, 8), ("first, softmax", 33, 4, 3),
+        ("first, softmax", 17, 130, 3), ("normalized", 40, 2, 2), ("normalized", 150, 12, 8),
     ],
 )  # fmt: skip
 def test_a_mixture(rng, dtype, has_bias, router: str, rows: int, num_experts: int, top_k: int):
@@ -264,7 +264,7 @@ def test_which_of_equal_experts_are_chosen(rng, values: str, takes_last: bool) -
         logits[:] = 1
     if values == "not finite":
         logits[:] = rng.choice([np.nan, -np.inf, np.inf, -np.nan, 0], logits.shape)
-    name = "normalised" if takes_last else "first, softmax"
+    name = "normalized" if takes_last else "first, softmax"
     # Each expert's result says which it is.
     down = mx.array(np.eye(num_experts, dtype=np.float32))[:, :, None] * mx.ones((1, 1, 4))
     ones = mx.ones((num_experts, 4, 8))

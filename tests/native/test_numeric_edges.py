@@ -223,7 +223,7 @@ def test_a_softmax_may_add_up_more_tokens_than_float16_counts(dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ties_round_to_even(attend, kernel, dtype, sign) -> None:
-    """The mean of two neighbours lies halfway: below an odd number, and above one."""
+    """The mean of two neighbors lies halfway: below an odd number, and above one."""
     batch = batch_for(kernel, dtype)
     heads = batch.queries.shape[1]
     rows = len(batch.query_lens)

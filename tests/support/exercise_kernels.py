@@ -244,8 +244,8 @@ def mixtures(rng: np.random.Generator, dtype: mx.Dtype) -> None:
             inputs = [x, logits]
             mx.eval(inputs)
             unknown = executables.placeholders(inputs)
-            program = executables.GpuExecutable(unknown, [experts.build(*unknown, "normalised", 3)])
-            chosen, shares = chosen_by("normalised", exact(logits)[:, 0], 3)
+            program = executables.GpuExecutable(unknown, [experts.build(*unknown, "normalized", 3)])
+            chosen, shares = chosen_by("normalized", exact(logits)[:, 0], 3)
             expected = experts.expected(x, chosen, shares)
             for _ in range(2):
                 error = np.linalg.norm(exact(program(inputs)[0]) - expected, axis=-1)

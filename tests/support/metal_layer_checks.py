@@ -184,7 +184,7 @@ def rounded_products(library: SimLibrary) -> None:
     logits = mx.zeros((2, 1, 2), mx.bfloat16)
 
     def product(x: mx.array, logits: mx.array) -> list[mx.array]:
-        return [experts.build(x, logits, "normalised", 2)]
+        return [experts.build(x, logits, "normalized", 2)]
 
     [out] = run_program(library, product, x.reshape(2, 1, 264), logits)
     assert (to_numpy(out) == 256 * 256 * 264).all()  # silu keeps the gates, which are large
@@ -279,9 +279,9 @@ def mixtures(library: SimLibrary) -> None:
     rng = np.random.default_rng(0)
     for router, rows, num_experts, top_k, dtype, form in (
         ("softmax, last", 1, 5, 3, mx.float32, None),
-        ("normalised", 40, 40, 16, mx.bfloat16, None),
+        ("normalized", 40, 40, 16, mx.bfloat16, None),
         ("first, softmax", 21, 3, 2, mx.float32, ("affine", 4, 32)),
-        ("normalised", 9, 70, 3, mx.float16, None),
+        ("normalized", 9, 70, 3, mx.float16, None),
     ):
         size = 24 if form is None else 64
         experts = Experts(rng, num_experts, size, size - 8 if form is None else 64, dtype,

@@ -79,7 +79,7 @@ MUTANTS = [
     _mutant(VARIANT, "(options) paged_has_softcap", "(options) !paged_has_softcap", "a soft-cap where there is none, and none where there is one", "decode_options"),
     _mutant(VARIANT, "(options) paged_has_sinks", "(options) false", "sinks are left out", "decode_options"),
     _mutant(VARIANT, "(options) paged_has_window", "(options) paged_has_sinks", "another option's constant", "decode"),
-    _mutant("paged_merge.h", "normaliser(per_head, head, params.options)", "normaliser(per_head, 0, params.options)", "merged rows have the first head's sink", "decode_splits"),
+    _mutant("paged_merge.h", "normalizer(per_head, head, params.options)", "normalizer(per_head, 0, params.options)", "merged rows have the first head's sink", "decode_splits"),
     _mutant(TABLE, "((1 << shift) - 1)", "(1 << shift)", "another slot of the block", *VECTOR),
     _mutant(TABLE, "row < row_end; row++", "row < row_end - 1; row++", "the last draft's keys are left out", "decode_drafts"),
     # Bounds
@@ -111,7 +111,7 @@ MUTANTS = [
     # Matrix units
     _mutant(MATRIX, f"    values.store(tile, PITCH, value_format(params), lane);\n    {BARRIER}", "    values.store(tile, PITCH, value_format(params), lane);", "weights are made of unfinished dot products", *MATRICES),
     _mutant(MATRIX, f"first, seen.end, scales, PITCH, params, simd_id, lane);\n    {BARRIER}", "first, seen.end, scales, PITCH, params, simd_id, lane);", "no barrier before weights are used", *MATRICES),
-    _mutant(MATRIX, f"{BARRIER}  // The factors of the last tile have been read.", "", "normalisers overwrite factors in use", *MATRICES),
+    _mutant(MATRIX, f"{BARRIER}  // The factors of the last tile have been read.", "", "normalizers overwrite factors in use", *MATRICES),
     _mutant(MATRIX, "simdgroup_barrier(mem_flags::mem_threadgroup);  // The keys have been read.", "", "values overwrite keys in use", *MATRICES),
     _mutant(MATRIX, "simdgroup_barrier(mem_flags::mem_threadgroup);  // The values have been read.", "", "keys overwrite values in use", *MATRICES),
     _mutant(MATRIX, "simdgroup_load(key, tile + 8 * n * PITCH + 8 * c, PITCH, ulong2(0), true);", "simdgroup_load(key, tile + 8 * n * PITCH + 8 * c, PITCH);", "keys are not transposed", *MATRICES),

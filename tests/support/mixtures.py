@@ -24,7 +24,7 @@ def softmax_and_last(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
     return indices, mx.take_along_axis(shares, indices, axis=-1)
 
 
-def normalised(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
+def normalized(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]:
     indices, weights = softmax_and_last(logits, top_k)
     return indices, weights / mx.sum(weights, axis=-1, keepdims=True)
 
@@ -38,7 +38,7 @@ def first_and_softmax(logits: mx.array, top_k: int) -> tuple[mx.array, mx.array]
 
 ROUTERS: dict[str, Router] = {
     "softmax, last": softmax_and_last,
-    "normalised": normalised,
+    "normalized": normalized,
     "first, softmax": first_and_softmax,
 }
 

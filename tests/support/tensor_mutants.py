@@ -59,12 +59,12 @@ MUTANTS = [
     _mutant(PREFILL, f"dots.store(score_tile);\n    {SIMD_BARRIER}", "dots.store(score_tile);", "scores are read before they are stored", *TILES),
     _mutant(PREFILL, f"      factors[lane / 2] = factor;\n    }}\n    {SIMD_BARRIER}", "      factors[lane / 2] = factor;\n    }", "weights are used unfinished", *TILES),
     _mutant(PREFILL, "if (lane % 2 == 0) {\n      factors", "{\n      factors", "two lanes write a factor", *TILES),
-    _mutant(PREFILL, f"{SIMD_BARRIER}  // The last factors have been read.", "", "normalisers overwrite factors in use", *TILES),
+    _mutant(PREFILL, f"{SIMD_BARRIER}  // The last factors have been read.", "", "normalizers overwrite factors in use", *TILES),
     # Results
     _mutant(PREFILL, "if (of_row < ours.num_queries) {", "if (true) {", "rows past the last query are written", "prefill_of_32_rows", *TILES),
     _mutant(PREFILL, "int of_row = first_query + int(place[1]);", "int of_row = first_query + int(place[0]) % 16;", "columns are rows", *TILES),
-    _mutant(PREFILL, "ours.whole() ? state.normaliser(per_head, ours.head(q), params.options) : 1.0f;", "state.normaliser(per_head, ours.head(q), params.options);", "partials are normalised", "prefill_splits"),
-    _mutant(PREFILL, "normaliser(per_head, ours.head(q)", "normaliser(per_head, ours.kv_head", "another head's sink", "prefill_options"),
+    _mutant(PREFILL, "ours.whole() ? state.normalizer(per_head, ours.head(q), params.options) : 1.0f;", "state.normalizer(per_head, ours.head(q), params.options);", "partials are normalized", "prefill_splits"),
+    _mutant(PREFILL, "normalizer(per_head, ours.head(q)", "normalizer(per_head, ours.kv_head", "another head's sink", "prefill_options"),
     _mutant(PREFILL, "partials.maxima[at] = state.maximum;", "partials.maxima[at] = 0.0f;", "partials without their maximum", "prefill_splits"),
     _mutant(SHAPE, "at.weights = at.scores + rows * MATMUL_TOKENS * 4;", "at.weights = at.scores + rows * MATMUL_TOKENS * 2;", "weights overlap scores", *TILES),
     # Products: inputs

@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
     next.load(workspace, maxima, at, first, item.num_splits, lane);
   }
 
-  float normaliser = joined.normaliser(per_head, head, params.options);
+  float normalizer = joined.normalizer(per_head, head, params.options);
   T* result = out + (size_t(item.row_begin + row) * params.num_q_heads + head) * V_DIM;
 #pragma unroll
   for (int v = 0; v < Values::VECTORS; v++) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(32 * paged::MERGE_HEADS) merge_splits_entry(
       if (Values::HALVES == 2) {
         total[i] += __shfl_xor_sync(0xffffffffu, total[i], 16);
       }
-      rounded.values[i] = T(total[i] * normaliser);
+      rounded.values[i] = T(total[i] * normalizer);
     }
     if (Values::half(lane) == 0 && Values::element(v, lane) < V_DIM) {
       *reinterpret_cast<FourOf<T>*>(result + Values::element(v, lane)) = rounded;

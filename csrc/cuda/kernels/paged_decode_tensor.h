@@ -150,7 +150,7 @@ __device__ __forceinline__ void write_results(
     size_t row = size_t((whole ? item.row_begin : item.partial_begin) + q / block.heads);
     size_t at = row * params.num_q_heads + head;
     if (whole) {
-      float factor = joined.normaliser(per_head, head, params.options);
+      float factor = joined.normalizer(per_head, head, params.options);
       unsigned int* to = reinterpret_cast<unsigned int*>(out + at * DIM + element);
       to[0] = pack(values[0] * factor, values[1] * factor, T(0.0f));
       to[1] = pack(values[2] * factor, values[3] * factor, T(0.0f));

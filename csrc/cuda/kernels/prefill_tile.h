@@ -45,7 +45,7 @@ __device__ __forceinline__ void write_prefill(
     }
     size_t at = ours.result(q);
     if (ours.whole()) {
-      float factor = state.state[e].normaliser(per_head, ours.head(q), params.options);
+      float factor = state.state[e].normalizer(per_head, ours.head(q), params.options);
 #pragma unroll
       for (int c = 0; c < DIM / 8; c++) {
         *reinterpret_cast<unsigned int*>(out + at * DIM + c * 8 + lane % 4 * 2) =
