@@ -382,7 +382,7 @@ def test_every_parameter_of_the_sdk_is_known() -> None:
 
 @pytest.mark.parametrize("body", [ClassifyBody, EmbeddingBody, PoolingBody, ScoreBody, RerankBody])
 def test_every_known_field_is_looked_at(body) -> None:
-    code = (SERVER / "pooling.py").read_text()
+    code = "".join((SERVER / name).read_text() for name in ("pooling.py", "embeddings.py"))
     # These have one value, or are checked by `Context.served_name`.
     fixed = {"model", "embed_dtype", "endianness", "task", "rank_fields"}
     for name in body.model_fields.keys() - fixed:
