@@ -27,14 +27,15 @@ constexpr int64_t kMaxPieces = 48;
 // A short context that runs alone would leave most of a GPU idle: 1024 tokens are 24 threadgroups
 // with 8 KV heads, or 48 with pieces half as long. As many as a merge takes at once.
 constexpr int64_t kMaxHalfPieces = 12;
-// A short prefill chunk behind a long cached prefix has few items, and each must read the whole
-// prefix. 16 pieces with 8 KV heads make 128 threadgroups. A chunk of 16 items has that many
+// A short prefill chunk behind a long cached prefix has few shares, and each must read the whole
+// prefix. 16 pieces with 8 KV heads make 128 threadgroups. A chunk of 16 shares has that many
 // without splitting, so it stays whole however long the prefix is. Every piece writes partials for
 // all its rows, so a step of short chunks needs room for up to eight times its rows. If the prefix
 // is so long that pieces reach kLongest, there are more, up to 2048 per chunk.
-constexpr int64_t kPrefillPieces = 16;    // for all items of a chunk together
-constexpr int64_t kMaxPrefillPieces = 8;  // per item
-constexpr int64_t kMaxLongPieces = 64;    // of all items, if pieces would be longer otherwise
+constexpr int64_t kPrefillPieces = 16;    // for all shares of a chunk together
+constexpr int64_t kMaxPrefillPieces = 8;  // per share
+constexpr int64_t kMaxLongPieces = 64;    // of all shares, if pieces would be longer otherwise
+constexpr int64_t kRowsOfShare = 32;      // the items' rows, or less if these have more
 constexpr int64_t kShortestPrefill = 512;
 
 int64_t ceil_div(int64_t n, int64_t m) {
@@ -51,20 +52,20 @@ int64_t in_strides(int64_t size) {
 // Maximum tokens of context per piece of an item. A row's result is summed in the order of its
 // pieces, so they depend only on the row's context and on the number of rows that share its pass
 // over it. The rest of the batch does not change the row's bits.
-int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_items) {
+int64_t tokens_per_piece(int64_t num_tokens, int64_t num_rows, int64_t num_shares) {
   if (num_rows <= kMaxDraftRows) {
     int64_t shortest = piece_tokens() > 0 ? piece_tokens() : kShortest;
     int64_t longest = std::max(ceil_div(num_tokens, kMaxPieces), shortest);
     bool halves = num_tokens > longest && 2 * num_tokens <= longest * kMaxHalfPieces;
     return halves ? longest / 2 : longest;
   }
-  if (num_items >= kPrefillPieces) {
+  if (num_shares >= kPrefillPieces) {
     return std::max(num_tokens, kLongest);
   }
-  int64_t share = std::clamp<int64_t>(kPrefillPieces / num_items, 1, kMaxPrefillPieces);
-  int64_t max_pieces = std::max<int64_t>(kMaxLongPieces / num_items, 1);
+  int64_t pieces = std::clamp<int64_t>(kPrefillPieces / num_shares, 1, kMaxPrefillPieces);
+  int64_t max_pieces = std::max<int64_t>(kMaxLongPieces / num_shares, 1);
   return std::min(
-      std::max(ceil_div(num_tokens, share), kShortestPrefill),
+      std::max(ceil_div(num_tokens, pieces), kShortestPrefill),
       std::max(ceil_div(num_tokens, max_pieces), kLongest));
 }
 
@@ -201,6 +202,7 @@ std::vector<Item> items_of(
     bool is_later = follows(seqs, rules, i);
     first_of_run = is_later ? first_of_run : i;
     int64_t num_items = ceil_div(seqs.query_lens[i], rules.rows_per_item);
+    int64_t num_shares = ceil_div(seqs.query_lens[i], std::min(rules.rows_per_item, kRowsOfShare));
     for (int64_t part = 0; part < num_items; part++) {
       int64_t begin = plan.query_starts[i] + part * rules.rows_per_item;
       int64_t end = std::min<int64_t>(begin + rules.rows_per_item, plan.query_starts[i + 1]);
@@ -209,7 +211,7 @@ std::vector<Item> items_of(
       int64_t end_block = ceil_div(seen.end, rules.block_size);
       int64_t num_tokens = seen.end - first_block * rules.block_size;
       int64_t longest = rules.split_tokens ? rules.split_tokens
-                                           : tokens_per_piece(num_tokens, end - begin, num_items);
+                                           : tokens_per_piece(num_tokens, end - begin, num_shares);
       int64_t num_splits = std::min(ceil_div(num_tokens, longest), end_block - first_block);
       if (int64_t blocks = aligned_blocks(rules)) {
         num_splits = ceil_div(end_block, blocks) - first_block / blocks;

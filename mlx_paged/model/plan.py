@@ -22,6 +22,9 @@ from mlx_paged.platform import Platform
 
 # Query rows that share one pass over K and V. A prefill chunk is cut into items of this many rows.
 _ROWS_PER_ITEM = 32
+# NVIDIA's kernels take tiles of 128 queries: rows times query heads per KV head, which fill whole
+# tiles for any number of heads. Items of 32 rows would leave a quarter empty with three heads.
+_CUDA_ROWS_PER_ITEM = 128
 
 
 def int32(values: np.ndarray, *, stays: bool = False) -> mx.array:
@@ -263,7 +266,7 @@ def build_plan(
     *,
     block_size: int,
     window: int | None = None,
-    rows_per_item: int = _ROWS_PER_ITEM,
+    rows_per_item: int | None = None,
     split_tokens: int | None = None,
     bounds: np.ndarray | None = None,
     stays_on_host: bool = False,
@@ -280,7 +283,7 @@ def build_plan(
         block_size: Tokens in a block.
         window: A row at position p sees only positions in ``(p - window, p]``, so its work begins
             there; None means all. Earlier blocks may be arbitrary.
-        rows_per_item: Maximum query rows of a work item.
+        rows_per_item: Maximum query rows of a work item; None: as the device's kernels need.
         split_tokens: Approximate maximum tokens of context of a work item. A longer context is
             split evenly into pieces that run in parallel and are merged afterwards. None: as the
             device needs (`csrc/attention_plan.cpp`), depending only on a row's own context.
@@ -303,6 +306,8 @@ def build_plan(
             exceed the context.
     """
     platform = platform or Platform.current()
+    if rows_per_item is None:
+        rows_per_item = _CUDA_ROWS_PER_ITEM if platform.has_cuda else _ROWS_PER_ITEM
     lens = np.asarray(context_lens, dtype=np.int64)
     rows = np.asarray(query_lens, dtype=np.int64)
     if not isinstance(block_tables, PaddedTables):

@@ -101,6 +101,7 @@ def test_it_is_what_numpy_plans(place: str, kind: str, has_bounds: bool) -> None
     for _ in range(CASES // (1 if kind == "few" else 4)):
         args, options = steps.next()
         made = arrays_of(build_plan(*args, **options, platform=platform))
+        options.setdefault("rows_per_item", 128 if place == "cuda" else 32)
         expected = reference_plan(*args, **options, on_gpu=place != "cpu", pads=place == "cuda")
         for mine, theirs in zip(made, expected, strict=True):
             assert mine.dtype == np.int32

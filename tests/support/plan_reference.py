@@ -17,6 +17,7 @@ MAX_DRAFT_ROWS = 8
 PREFILL_PIECES = 16
 MAX_PREFILL_PIECES = 8
 MAX_LONG_PIECES = 64
+ROWS_OF_SHARE = 32
 SHORTEST_PREFILL = 512
 
 
@@ -139,8 +140,9 @@ def _work_items(
     items[:, 5] = -1
 
     num_blocks = num_blocks - first_block
+    num_shares = -(-rows // min(rows_per_item, ROWS_OF_SHARE))
     longest = split_tokens or tokens_per_piece(
-        num_tokens, row_end - row_begin, num_tiles[sequence], on_gpu=on_gpu
+        num_tokens, row_end - row_begin, num_shares[sequence], on_gpu=on_gpu
     )
     num_splits = np.minimum(-(-num_tokens // longest), num_blocks)
     aligned = 0 if split_tokens or on_gpu else LONGEST // block_size
@@ -174,7 +176,7 @@ def _work_items(
 
 
 def tokens_per_piece(
-    num_tokens: np.ndarray, num_rows: np.ndarray, num_items: np.ndarray, *, on_gpu: bool
+    num_tokens: np.ndarray, num_rows: np.ndarray, num_shares: np.ndarray, *, on_gpu: bool
 ) -> np.ndarray:
     """Maximum number of context tokens that one piece of each work item covers.
 
@@ -185,7 +187,7 @@ def tokens_per_piece(
     Args:
         num_tokens: Tokens that the rows of an item see.
         num_rows: Query rows of the item.
-        num_items: Number of items of the same sequence.
+        num_shares: Number of shares of the same sequence.
     """
     longest = np.full_like(num_tokens, LONGEST)
     if not on_gpu:
@@ -195,9 +197,9 @@ def tokens_per_piece(
     pieces = np.where(halves, pieces // 2, pieces)
     if num_rows.max(initial=0) <= MAX_DRAFT_ROWS:
         return pieces
-    shares = np.clip(PREFILL_PIECES // num_items, 1, MAX_PREFILL_PIECES)
-    most = np.maximum(MAX_LONG_PIECES // num_items, 1)
+    shares = np.clip(PREFILL_PIECES // num_shares, 1, MAX_PREFILL_PIECES)
+    most = np.maximum(MAX_LONG_PIECES // num_shares, 1)
     chunks = np.maximum(-(-num_tokens // shares), SHORTEST_PREFILL)
     chunks = np.minimum(chunks, np.maximum(-(-num_tokens // most), LONGEST))
-    chunks = np.where(num_items < PREFILL_PIECES, chunks, np.maximum(num_tokens, LONGEST))
+    chunks = np.where(num_shares < PREFILL_PIECES, chunks, np.maximum(num_tokens, LONGEST))
     return np.where(num_rows <= MAX_DRAFT_ROWS, pieces, chunks)
