@@ -210,10 +210,10 @@ def test_a_prompt_beside_decodes_alone_gets_small_chunks():
     engine.scheduler.add(request("long", list(range(5000)), 1))
     engine.step()
     engine.step()
-    assert rows(engine) == [("answer", 1), ("long", 1024)]
+    assert rows(engine) == [("answer", 1), ("long", 1376)]
     engine.scheduler.add(request("longer", list(range(6000, 11500)), 1))
     engine.step()
-    assert rows(engine) == [("answer", 1), ("long", 2952), ("longer", 4096)]
+    assert rows(engine) == [("answer", 1), ("long", 2248), ("longer", 4096)]
     own = make(num_blocks=8000, max_num_batched_tokens=8192, long_prefill_token_threshold=2048)
     own.scheduler.add(request("answer", [1, 2, 3], 5))
     own.step()
