@@ -508,7 +508,107 @@ mx::array expert_linear(
       std::move(inputs));
 }
 
+// weight, scales, biases, bias, group size, bits, mode: ExpertWeights in layer_ops.py.
+using ExpertWeights = std::tuple<
+    mx::array, mx::array, std::optional<mx::array>, std::optional<mx::array>, int, int,
+    std::string>;
+
+struct CheckedExperts {
+  WeightCodes codes;
+  int num_experts;
+  int n;
+  int k;
+  bool has_bias;
+};
+
+// Checks the weights of experts and appends them to the inputs.
+CheckedExperts add_experts(const Validator& v, const ExpertWeights& weights, Arrays& inputs) {
+  const auto& [weight, scales, biases, bias, group_size, bits, mode] = weights;
+  v.shape(weight, "weight", {-1, -1, -1});
+  v.require(
+      weight.size() > 0 && int64_t(weight.shape(0)) * weight.shape(1) <= INT32_MAX, "weight",
+      "of at least one row and at most 2^31 - 1", weight.shape());
+  auto [codes, k] = add_weights(v, weight, scales, biases, group_size, bits, mode, inputs);
+  if (bias) {
+    v.shape(*bias, "bias", {weight.shape(0), weight.shape(1)});
+    inputs.push_back(*bias);
+  }
+  return {codes, weight.shape(0), weight.shape(1), k, bool(bias)};
+}
+
+void check_experts(const Validator& v, const mx::array& experts) {
+  v.require(
+      experts.dtype() == mx::int32 || experts.dtype() == mx::uint32, "experts", "int32 or uint32",
+      experts.dtype());
+}
+
+// Returns nothing if no kernel serves the product.
+std::optional<mx::array> sorted_expert_linear(
+    const mx::array& x, const mx::array& experts, const ExpertWeights& weights,
+    mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("sorted_expert_linear");
+  v.floating(x, "x");
+  check_experts(v, experts);
+  Arrays inputs{x, mx::astype(experts, mx::uint32, s)};
+  auto of = add_experts(v, weights, inputs);
+  v.shape(x, "x", {-1, of.k});
+  v.shape(experts, "experts", {x.shape(0)});
+  if (s.device == mx::Device::cpu ||
+      !SortedExpertLinear::served_on_gpu(inputs, of.codes, of.has_bias)) {
+    return std::nullopt;
+  }
+  return mx::array(
+      {x.shape(0), of.n}, x.dtype(), std::make_shared<SortedExpertLinear>(s, of.codes, of.has_bias),
+      std::move(inputs));
+}
+
+// Returns nothing if no kernel serves the products.
+std::optional<mx::array> expert_glu(
+    const mx::array& x, const mx::array& experts, const ExpertWeights& gate,
+    const ExpertWeights& up, const ExpertWeights& down, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("expert_glu");
+  v.floating(x, "x");
+  check_experts(v, experts);
+  v.shape(x, "x", {-1, -1});
+  v.shape(experts, "experts", {x.shape(0), -1});
+  auto of_pairs = mx::astype(mx::flatten(experts, s), mx::uint32, s);
+  auto pairs = mx::argsort(of_pairs, s);
+  Arrays inputs{x, pairs, mx::take(of_pairs, pairs, s)};
+  auto of_gate = add_experts(v, gate, inputs);
+  auto of_up = add_experts(v, up, inputs);
+  auto of_down = add_experts(v, down, inputs);
+  auto shape_of = [](const CheckedExperts& of) { return mx::Shape{of.num_experts, of.n, of.k}; };
+  v.require(
+      shape_of(of_up) == shape_of(of_gate), "the experts, rows and columns of up",
+      shape_of(of_gate), shape_of(of_up));
+  v.shape(x, "x", {-1, of_gate.k});
+  v.require(
+      of_down.num_experts == of_gate.num_experts && of_down.k == of_gate.n,
+      "the experts and columns of down", mx::Shape{of_gate.num_experts, of_gate.n},
+      mx::Shape{of_down.num_experts, of_down.k});
+  ExpertGlu::Formats formats{of_gate.codes, of_down.codes, of_gate.has_bias, of_down.has_bias};
+  if (s.device == mx::Device::cpu || of_up.codes != of_gate.codes ||
+      of_up.has_bias != of_gate.has_bias || pairs.size() == 0 ||
+      !ExpertGlu::served_on_gpu(inputs, formats)) {
+    return std::nullopt;
+  }
+  mx::array out(
+      {pairs.shape(0), of_down.n}, x.dtype(), std::make_shared<ExpertGlu>(s, formats),
+      std::move(inputs));
+  return mx::reshape(out, {experts.shape(0), experts.shape(1), of_down.n}, s);
+}
+
 }  // namespace
+
+void SortedExpertLinear::eval_cpu(const Arrays&, Arrays&) {
+  throw std::logic_error("[sorted_expert_linear] runs on GPUs only");
+}
+
+void ExpertGlu::eval_cpu(const Arrays&, Arrays&) {
+  throw std::logic_error("[expert_glu] runs on GPUs only");
+}
 
 Arrays QuantizedLinear::vjp(
     const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
@@ -622,6 +722,12 @@ void bind_layer_ops(nb::module_& m) {
       "expert_linear", &expert_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a.none(),
       "biases"_a.none(), "bias"_a.none(), "global_scale"_a.none(), nb::kw_only(), "group_size"_a,
       "bits"_a, "mode"_a, "for_program"_a, "stream"_a = nb::none());
+  m.def(
+      "sorted_expert_linear", &sorted_expert_linear, "x"_a, "experts"_a, "weights"_a, nb::kw_only(),
+      "stream"_a = nb::none());
+  m.def(
+      "expert_glu", &expert_glu, "x"_a, "experts"_a, "gate"_a, "up"_a, "down"_a, nb::kw_only(),
+      "stream"_a = nb::none());
   m.def(
       "lookup", &lookup, "ids"_a, "weight"_a, "scales"_a.none(), "biases"_a.none(), nb::kw_only(),
       "group_size"_a, "bits"_a, "mode"_a, "for_program"_a, "stream"_a = nb::none());

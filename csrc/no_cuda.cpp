@@ -60,6 +60,22 @@ void QuantizedLinear::eval_gpu(const Arrays& in, Arrays& out) {
   Node::eval_gpu(in, out);
 }
 
+bool SortedExpertLinear::served_on_gpu(const Arrays&, const WeightCodes&, bool) {
+  return false;
+}
+
+void SortedExpertLinear::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
+bool ExpertGlu::served_on_gpu(const Arrays&, const Formats&) {
+  return false;
+}
+
+void ExpertGlu::eval_gpu(const Arrays& in, Arrays& out) {
+  Node::eval_gpu(in, out);
+}
+
 namespace {
 std::runtime_error no_peer_memory() {
   return std::runtime_error("[peer_memory] this build of mlx_paged has no CUDA backend");

@@ -522,6 +522,70 @@ class ExpertLinear : public Node {
   bool has_bias_;
 };
 
+// The same for many rows that are sorted by expert, with quantized weights: 16 bits with CUDA.
+// in: x [rows, k], experts [rows] uint32, weight [num_experts, n, k * bits / 32], scales, biases if
+// the format has them, and [bias [num_experts, n] like x], all dense. out: [rows, n] like x.
+class SortedExpertLinear : public Node {
+ public:
+  static constexpr int kWeights = 2;  // index of the first
+
+  SortedExpertLinear(mx::Stream s, WeightCodes codes, bool has_bias)
+      : Node(s), codes_(codes), has_bias_(has_bias) {}
+  MLX_PAGED_NODE("sorted_expert_linear")
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& o = static_cast<const SortedExpertLinear&>(other);
+    return codes_ == o.codes_ && has_bias_ == o.has_bias_;
+  }
+  // Both are in cuda/linear_launch.cpp; no_cuda.cpp returns false and uses Node's.
+  static bool served_on_gpu(const Arrays& in, const WeightCodes& codes, bool has_bias);
+  void eval_gpu(const Arrays& in, Arrays& out) override;
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    return {{in[0].shape(0), in[2].shape(1)}};
+  }
+
+ private:
+  WeightCodes codes_;
+  bool has_bias_;
+};
+
+// (silu(x @ gate.T) * (x @ up.T)) @ down.T for each row and each of its experts: mlx-lm's
+// `SwitchGLU`, with quantized weights. 16 bits with CUDA.
+// in: x [rows, k], pairs [rows * top_k] uint32 sorted by expert, their experts likewise; then the
+// arrays of gate, up and down like those of SortedExpertLinear. out: [rows * top_k, n] like x, pair
+// i being of row i / top_k.
+class ExpertGlu : public Node {
+ public:
+  static constexpr int kPairs = 1;
+  static constexpr int kExperts = 2;
+  static constexpr int kWeights = 3;  // index of the first
+
+  struct Formats {
+    WeightCodes gate;  // and of up
+    WeightCodes down;
+    bool has_bias;  // gate and up
+    bool down_has_bias;
+
+    bool operator==(const Formats&) const = default;
+  };
+
+  ExpertGlu(mx::Stream s, Formats formats) : Node(s), formats_(formats) {}
+  MLX_PAGED_NODE("expert_glu")
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return formats_ == static_cast<const ExpertGlu&>(other).formats_;
+  }
+  // Both are in cuda/linear_launch.cpp; no_cuda.cpp returns false and uses Node's.
+  static bool served_on_gpu(const Arrays& in, const Formats& formats);
+  void eval_gpu(const Arrays& in, Arrays& out) override;
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override {
+    int arrays_of_down =
+        2 + (formats_.down.format == WeightFormat::affine) + formats_.down_has_bias;
+    return {{in[kPairs].shape(0), in[in.size() - arrays_of_down].shape(1)}};
+  }
+
+ private:
+  Formats formats_;
+};
+
 // base + (x @ a[adapter].T) @ b[adapter]: low-rank adapters, one per row. A row whose adapter is
 // out of range keeps its base. Adapters of a smaller rank are padded with zeros.
 // in: base [num_rows, ..., n], x [num_rows, ..., k], adapters [num_rows] int32, a [num_adapters,

@@ -7,6 +7,7 @@ matrix products and adapters, and two ways to change a graph of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -342,6 +343,79 @@ def expert_linear(
         for_program=for_program,
         stream=stream,
     )
+
+
+class ExpertWeights(NamedTuple):
+    """Matrices of experts from `mx.quantize`.
+
+    Attributes:
+        weight: ``[num_experts, n, k * bits / 32]`` uint32.
+        scales: ``[num_experts, n, k / group_size]``.
+        biases: Like `scales`, for the mode "affine" only.
+        bias: ``[num_experts, n]``, added to the products; None means no bias.
+    """
+
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    bias: mx.array | None
+    group_size: int
+    bits: int
+    mode: str = "affine"
+
+
+def sorted_expert_linear(
+    x: mx.array,
+    experts: mx.array,
+    weights: ExpertWeights,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array | None:
+    """Multiplies rows that are sorted by expert by the transposes of their experts' matrices.
+
+    Equivalent to ``mx.gather_qmm`` plus a bias, for the many rows of a prompt. CUDA on sm_90a, no
+    gradient. The result of a row does not depend on other rows.
+
+    Args:
+        x: ``[num_rows, k]`` float16 or bfloat16; so are scales that are not bytes.
+        experts: ``[num_rows]`` int32 or uint32 in ascending order. The result of a row is undefined
+            if its expert is out of range or not in order.
+
+    Returns:
+        ``[num_rows, n]`` in the dtype of `x`; None if no kernel serves the product.
+
+    Raises:
+        ValueError: An argument has the wrong shape or dtype.
+    """
+    return ext.sorted_expert_linear(x, experts, weights, stream=stream)
+
+
+def expert_glu(
+    x: mx.array,
+    experts: mx.array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array | None:
+    """Computes ``(silu(x @ gate.T) * (x @ up.T)) @ down.T`` for each row's experts.
+
+    Equivalent to mlx-lm's `SwitchGLU`, for the many rows of a prompt. CUDA on sm_90a, no gradient.
+    The result of a row does not depend on other rows.
+
+    Args:
+        x: ``[num_rows, k]`` float16 or bfloat16; so are scales that are not bytes.
+        experts: ``[num_rows, top_k]`` int32 or uint32. The result for an expert out of range is
+            undefined.
+
+    Returns:
+        ``[num_rows, top_k, n]`` in the dtype of `x`; None if no kernel serves the products.
+
+    Raises:
+        ValueError: An argument has the wrong shape or dtype.
+    """
+    return ext.expert_glu(x, experts, gate, up, down, stream=stream)
 
 
 def lora(

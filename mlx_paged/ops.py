@@ -44,9 +44,11 @@ import numpy.typing as npt
 from mlx_paged import kernels, plain_ops
 from mlx_paged.extension import ext
 from mlx_paged.layer_ops import (
+    ExpertWeights,
     activations,
     add_in_product,
     clipped_swiglu,
+    expert_glu,
     expert_linear,
     gelu,
     has_product,
@@ -63,6 +65,7 @@ from mlx_paged.layer_ops import (
     serves_rope,
     serves_silu_mul,
     silu_mul,
+    sorted_expert_linear,
 )
 
 __all__ = [
@@ -105,6 +108,9 @@ __all__ = [
     "max_product_rows",
     "lookup",
     "expert_linear",
+    "ExpertWeights",
+    "sorted_expert_linear",
+    "expert_glu",
     "lora",
     "add_in_product",
     "select_rows",

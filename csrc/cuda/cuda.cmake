@@ -91,7 +91,10 @@ foreach(bits 2 3 4 5 6 8)
   add_cuda_kernels(linear_quantized_${bits} linear_quantized PAGED_CODE_BITS=${bits})
   if("90a-real" IN_LIST sm90a)
     add_cuda_kernels(linear_quantized_wgmma_${bits} linear_quantized_wgmma PAGED_CODE_BITS=${bits})
-    set_target_properties(cuda_linear_quantized_wgmma_${bits} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+    add_cuda_kernels(expert_quantized_wgmma_${bits} expert_quantized_wgmma PAGED_CODE_BITS=${bits})
+    set_target_properties(
+      cuda_linear_quantized_wgmma_${bits} cuda_expert_quantized_wgmma_${bits}
+      PROPERTIES CUDA_ARCHITECTURES 90a-real)
   endif()
 endforeach()
 foreach(dtype float32 float16 bfloat16)

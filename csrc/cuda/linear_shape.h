@@ -64,6 +64,24 @@ struct ExpertProductParams {
 };
 static_assert(sizeof(ExpertProductParams) == 108, "the same for every compiler");
 
+// Parameters for items of rows that are sorted by expert (kernels/sorted_experts.h).
+constexpr int kMaxSortedExperts = 1023;
+struct SortedItemsParams {
+  int num_rows;
+  int num_experts;
+  int item_rows;
+  int max_items;
+};
+static_assert(sizeof(SortedItemsParams) == 16, "the same for every compiler");
+
+// Parameters for gathering the rows of pairs (a row and one of its experts) of 16-bit elements.
+struct SortedRowsParams {
+  int row_chunks;  // of eight elements
+  int x_stride;    // chunks between rows of x
+  int top_k;
+};
+static_assert(sizeof(SortedRowsParams) == 12, "the same for every compiler");
+
 // A row's columns are summed in one fixed order, so its result does not depend on the number of
 // rows: the columns form kLinearParts parts, each summed in order, and the parts are added
 // pairwise, then pairs of pairs. In `linear`, chunk i of two 32-column steps belongs to part i % 8.

@@ -430,6 +430,106 @@ Launch expert_launch(
   return launch;
 }
 
+bool serves_sorted(const SortedProduct& product, TmaKernels tma) {
+  const auto& codes = product.codes;
+  auto format = kernel_format(codes);
+  return format && tma == TmaKernels::wgmma && product.dtype != DType::float32 &&
+         product.num_rows > 0 && product.num_experts <= kMaxSortedExperts && product.n % 4 == 0 &&
+         product.k % codes.group_size == 0 &&
+         (streams_quantized(*format, codes, product.k) ||
+          streams_whole(*format, codes, product.k, product.n, product.parts.size() == 2));
+}
+
+CodeOrder order_of_sorted(const WeightCodes& codes) {
+  return code_order(codes.bits, codes.group_size);
+}
+
+// Most experts have one item that is not full, so large ones only help where they have many rows.
+int sorted_item_rows(int num_rows, int num_experts, const WeightCodes& codes) {
+  const bool is_wide = num_rows > kManyExpertRows * num_experts;
+  return 8 * (is_wide ? quantized_wgmma_tiles(codes.bits) : kQuantizedStreamTiles);
+}
+
+int SortedItems::count() const {
+  return std::min(num_rows, std::min(num_rows, num_experts) + num_rows / item_rows);
+}
+
+uint64_t SortedItems::bytes() const {
+  return uint64_t(count()) * 3 * sizeof(int);
+}
+
+Launch sorted_items_launch(const SortedItems& items, int experts, int to) {
+  Launch launch;
+  launch.kernel.host_name = "sorted_items";
+  launch.buffers = {{experts, Access::read, 0}, {to, Access::write, items.bytes()}};
+  launch.constants = bytes_of(
+      SortedItemsParams{items.num_rows, items.num_experts, items.item_rows, items.count()});
+  launch.grid = {1, 1, 1};
+  launch.threadgroup = {32 * div_up(items.num_experts + 1, 32), 1, 1};
+  launch.threadgroup_memory = uint32_t(items.num_experts + 1) * sizeof(int);
+  return launch;
+}
+
+Launch sorted_rows_launch(const SortedRows& rows, CodeOrder order, int x, int pairs, int to) {
+  constexpr int kElements = 8;  // of a chunk
+  Launch launch;
+  launch.kernel.host_name =
+      "sorted_rows_" + std::to_string(order.run) + "_" + std::to_string(order.apart);
+  launch.buffers = {{x, Access::read, 0}, {pairs, Access::read, 0}, {to, Access::write, 0}};
+  SortedRowsParams params{rows.k / kElements, rows.x_stride / kElements, rows.top_k};
+  launch.constants = bytes_of(params);
+  launch.grid = {uint32_t(rows.num_pairs), 1, 1};
+  launch.threadgroup = {std::min<uint32_t>(256, 32 * div_up(params.row_chunks, 32)), 1, 1};
+  return launch;
+}
+
+Launch sorted_launch(const SortedProduct& of) {
+  const auto format = kernel_format(of.codes).value();
+  const bool whole = !streams_quantized(format, of.codes, of.k);
+  const int item_rows = sorted_item_rows(of.num_rows, of.num_experts, of.codes);
+  ExpertProductParams params{};
+  auto& product = params.product;
+  product.num_rows = of.num_rows;
+  product.k = product.x_stride = of.k;
+  product.num_weights = int(of.parts.size());
+  product.is_gated = of.parts.size() == 2;
+  product.x_is_ordered = of.x_is_ordered;
+  product.out_order = of.out_order;
+  for (int i = 0; i < product.num_weights; i++) {
+    product.n[i] = of.n;
+    product.has_bias[i] = of.parts[i].bias >= 0;
+  }
+  params.num_tiles = int(blocks_of(product, kQuantizedStreamRows / (product.is_gated ? 2 : 1)));
+  params.top_k = 1;
+  params.is_first = !of.pairs;
+  Launch launch;
+  launch.kernel.host_name = quantized_kernel(
+      whole ? "expert_quantized_whole_wgmma" : "expert_quantized_wgmma", of.dtype, format, of.codes,
+      item_rows / 8);
+  auto read = [&](int operand) { launch.buffers.push_back({operand, Access::read, 0}); };
+  read(of.x);
+  for (int i = 0; i < 2; i++) {
+    const auto& part = of.parts[std::min(i, product.num_weights - 1)];
+    for (int operand :
+         {part.weight, part.scales, part.biases, part.bias >= 0 ? part.bias : part.weight}) {
+      read(operand);
+    }
+  }
+  launch.buffers.push_back({of.out, Access::write, 0});
+  read(of.pairs.value_or(of.items));
+  read(of.items);
+  launch.constants = bytes_of(params);
+  int max_items = SortedItems{of.num_rows, of.num_experts, item_rows}.count();
+  launch.grid = {uint32_t(max_items * params.num_tiles), 1, 1};
+  launch.threadgroup = {kQuantizedWgmmaThreads, 1, 1};
+  launch.threadgroup_memory =
+      quantized_stream_shape(format, of.codes.bits, of.codes.group_size, item_rows / 8, whole, true)
+          .scratch;
+  launch.maps = quantized_maps(product, format, of.codes, 1, 4, of.num_experts, !whole);
+  launch.maps.insert(launch.maps.begin(), map_of_x(product, item_rows / 8));
+  return launch;
+}
+
 bool serves_product(int num_rows, int n, int k, bool is_gated, TmaKernels tma) {
   return num_rows > 0 && num_rows <= kLinearMaxRows && n > 0 &&
          (n % kLinearRows == 0 || tma != TmaKernels::none) && k > 0 && k % kLinearStep == 0 &&

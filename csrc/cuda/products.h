@@ -76,6 +76,57 @@ bool serves_experts(const ProductStep& products, TmaKernels tma);
 Launch expert_launch(
     const MixtureStep& step, const ProductStep& products, bool is_first, int tiles, int max_items);
 
+// --- Products of rows that are sorted by expert: those of a prompt
+
+// One of them. A row is a pair of a row of the step and one of its experts.
+struct SortedProduct {
+  // Operands of a weight; formats without biases have the scales again.
+  struct Part {
+    int weight;
+    int scales;
+    int biases;
+    int bias;  // -1: none
+  };
+
+  int num_rows;
+  int num_experts;
+  int n;
+  int k;
+  DType dtype;
+  WeightCodes codes;
+  std::vector<Part> parts;  // one, or gate and up
+  int x;
+  int out;
+  int items;          // of rows; see sorted_items_launch
+  bool x_is_ordered;  // as order_of_sorted says
+  CodeOrder out_order;
+  std::optional<int> pairs;  // where each row's result goes; nothing: to its own place
+};
+bool serves_sorted(const SortedProduct& product, TmaKernels tma);
+Launch sorted_launch(const SortedProduct& product);
+// The order of x that its kernel reads fastest.
+CodeOrder order_of_sorted(const WeightCodes& codes);
+
+// Items for products of rows with so many experts. `item_rows`: what all of them allow.
+struct SortedItems {
+  int num_rows;
+  int num_experts;
+  int item_rows;
+
+  int count() const;  // the most that there can be
+  uint64_t bytes() const;
+};
+int sorted_item_rows(int num_rows, int num_experts, const WeightCodes& codes);
+Launch sorted_items_launch(const SortedItems& items, int experts, int to);
+// Gathers each pair's row of x for a product. `x_stride`: elements between rows of x.
+struct SortedRows {
+  int num_pairs;
+  int top_k;
+  int k;
+  int x_stride;
+};
+Launch sorted_rows_launch(const SortedRows& rows, CodeOrder order, int x, int pairs, int to);
+
 // True if this process has cuBLASLt.
 bool has_library_products();
 

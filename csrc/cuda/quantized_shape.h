@@ -136,6 +136,9 @@ constexpr int quantized_wgmma_tiles(int bits) {
   return bits == 4 || bits == 8 ? 16 : kQuantizedStreamTiles;
 }
 
+// Rows per expert from which on rows that are sorted by expert form items of the maximum tiles.
+constexpr int kManyExpertRows = 96;
+
 // Tiles of the kernels for experts: one or this many.
 constexpr int kQuantizedExpertTiles = 4;
 

@@ -390,6 +390,9 @@ def clipped_swiglu(
     return _mlx_lm_clipped_swiglu(gate, x, alpha=alpha, limit=limit)
 
 
+# Pairs of a row and an expert from which on mlx-lm sorts them.
+_MIN_SORTED_PAIRS = 64
+
 # Rows of one `mx.gather_qmm`: a CUDA grid's third axis has no more. A step of 8192 tokens with
 # eight experts each has one more.
 _MAX_CUDA_MATRICES = (1 << 16) - 1
@@ -435,6 +438,11 @@ def quantized_expert_linear(
             for_program=for_program,
         )
         return out.astype(dtype)
+    if _building.on_cuda and sorted_indices and x.ndim == 3 and _are_rows(x):
+        # MLX's kernel would multiply each row of a prompt alone.
+        sorted_rows = ops.sorted_expert_linear(x.squeeze(-2), indices, _expert_weights(self))
+        if sorted_rows is not None:
+            return sorted_rows[:, None]
     too_many = indices.size > _MAX_CUDA_MATRICES and indices.shape == x.shape[:1]
     if too_many and Platform.current().has_cuda:
         parts = range(0, len(indices), _MAX_CUDA_MATRICES)
@@ -450,16 +458,44 @@ def _are_rows(x: mx.array) -> bool:
     return x.dtype in _FLOATS and x.ndim >= 2 and x.shape[-2] == 1
 
 
+def _expert_weights(layer: switch_layers.QuantizedSwitchLinear) -> ops.ExpertWeights:
+    return ops.ExpertWeights(
+        layer["weight"],
+        layer["scales"],
+        layer.get("biases"),
+        layer.get("bias"),
+        layer.group_size,
+        layer.bits,
+        layer.mode,
+    )
+
+
 # MLX first sorts many rows by expert; ours does that internally.
 
 
 def switch_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
     """``SwitchGLU.__call__``."""
     if not _building.is_native:
-        return _mlx_switch_glu(self, x, indices)
+        out = _prompt_glu(self, x, indices) if _building.on_cuda else None
+        return _mlx_switch_glu(self, x, indices) if out is None else out
     x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
     x = self.activation(self.up_proj(x, indices), self.gate_proj(x, indices))
     return self.down_proj(x, indices).squeeze(-2)
+
+
+def _prompt_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) -> mx.array | None:
+    """`switch_glu` of a prompt's rows with CUDA; None if there is no kernel for it."""
+    layers = self.gate_proj, self.up_proj, self.down_proj
+    if (
+        indices.size < _MIN_SORTED_PAIRS
+        or type(self.activation) is not switch_layers.SwiGLU
+        or not all(type(layer) is switch_layers.QuantizedSwitchLinear for layer in layers)
+    ):
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    experts = indices.reshape(len(rows), indices.shape[-1])
+    out = ops.expert_glu(rows, experts, *map(_expert_weights, layers))
+    return None if out is None else out.reshape(*indices.shape, out.shape[-1])
 
 
 def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) -> mx.array:

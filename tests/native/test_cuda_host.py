@@ -27,7 +27,7 @@ KERNELS = (
     *("linear_stream.h", "linear_quantized.h", "linear_quantized_stream.h", "packed_weights.h"),
     *("adapter_blocks.h", "linear_adapters.h", "linear_finish.h", "linear_math.h"),
     *("operand_maps.h", "ordered_rows.h"),
-    *("expert_items.h", "expert_stream.h", "expert_quantized_stream.h"),
+    *("expert_items.h", "expert_stream.h", "expert_quantized_stream.h", "sorted_experts.h"),
     *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
     *("paged_decode_quantized.h", "quantized_state.h", "code_ring.h", "code_fragments.h"),
     *("merge_splits.h", "peer_sum.h"),

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from mlx_lm.utils import dequantize_model
 from support.gpu_executables import with_programs
 from support.models import StepDriver, tiny_config, tiny_model
@@ -129,6 +129,127 @@ def test_experts_of_a_large_step() -> None:
     for rows in (slice(0, 4), slice(65_533, 65_540)):
         want = layer(x[rows], indices[rows], sorted_indices=True)
         np.testing.assert_allclose(got[rows], exact(want), rtol=0.02, atol=0.02)
+
+
+needs_wgmma = pytest.mark.skipif(not ops.has_wgmma(), reason="needs a GPU of sm_90a")
+
+
+class Experts:
+    """Matrices of experts: `given` for operations, `exact` as float64."""
+
+    def __init__(self, rng, shape: tuple[int, int, int], form, dtype: mx.Dtype, bias: bool) -> None:
+        mode, width, group = form
+        num_experts, n, k = shape
+        arrays = weights(rng, num_experts * n, k, form, dtype)
+        rounded = mx.array(dequantized(arrays, *form).astype(np.float32)).astype(dtype)
+        self.exact = exact(rounded).reshape(shape)
+        arrays = [a.reshape(num_experts, n, -1) for a in arrays]
+        self.bias = None
+        if bias:
+            self.bias = mx.array(rng.standard_normal((num_experts, n)).astype(np.float32))
+            self.bias = self.bias.astype(dtype)
+        mx.eval(arrays, self.bias)
+        biases = arrays[2] if mode == "affine" else None
+        self.given = ops.ExpertWeights(*arrays[:2], biases, self.bias, group, width, mode)
+
+    def rows_fit(self, out: mx.array, x: mx.array, experts: np.ndarray) -> bool:
+        """True if row i of `out` is that of x and expert i."""
+        return all(
+            fits(
+                out[of],
+                x[of],
+                self.exact[expert],
+                None if self.bias is None else self.bias[int(expert)],
+            )
+            for expert in np.unique(experts)
+            for of in [mx.array(np.flatnonzero(experts == expert))]
+        )
+
+
+@needs_wgmma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_rows_that_are_sorted_by_expert(rng, form: tuple[str, int, int], dtype: mx.Dtype) -> None:
+    """Some experts have no row, one has most; scales arrive in spans, or all at once."""
+    for n, k in ((384, 2048), (128, 384)):
+        for bias in (False, True):
+            layer = Experts(rng, (7, n, k), form, dtype, bias)
+            for rows in (1, 90, 700, 1500):
+                experts = np.sort(np.minimum(rng.integers(0, 14, rows), 5)).astype(np.uint32)
+                x = mx.array(rng.standard_normal((rows, k)).astype(np.float32)).astype(dtype)
+                out = ops.sorted_expert_linear(x, mx.array(experts), layer.given)
+                assert out is not None and out.shape == (rows, n) and out.dtype == dtype
+                assert layer.rows_fit(out, x, experts), (n, k, rows)
+
+
+@needs_wgmma
+def test_a_sorted_row_has_the_same_bits_in_any_company(rng) -> None:
+    layer = Experts(rng, (4, 256, 768), ("affine", 4, 64), mx.bfloat16, False)
+    x = mx.random.normal((1000, 768)).astype(mx.bfloat16)
+    experts = mx.array(np.repeat([0, 1, 3], [130, 600, 270]).astype(np.uint32))
+
+    def multiplied(rows: slice) -> np.ndarray:
+        out = ops.sorted_expert_linear(x[rows], experts[rows], layer.given)
+        assert out is not None
+        return bits(out)
+
+    together = multiplied(slice(0, 1000))
+    for rows in (slice(0, 1), slice(100, 140), slice(127, 700), slice(500, 1000)):
+        np.testing.assert_array_equal(multiplied(rows), together[rows])
+
+
+@needs_wgmma
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("form", "of_down"),
+    [
+        (("affine", 4, 64), None), (("affine", 4, 64), ("affine", 8, 64)),
+        (("affine", 8, 32), None), (("affine", 3, 128), None), (("mxfp4", 4, 32), None),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [9, 600])
+def test_gated_experts_of_a_prompt(rng, rows: int, form: Any, of_down: Any, dtype) -> None:
+    """Each step against the exact one of the step before it."""
+    num_experts, hidden, width, top_k = 6, 512, 384, 3
+    gate, up = (Experts(rng, (num_experts, width, hidden), form, dtype, True) for _ in range(2))
+    down = Experts(rng, (num_experts, hidden, width), of_down or form, dtype, False)
+    x = mx.array(rng.standard_normal((rows, hidden)).astype(np.float32)).astype(dtype)
+    experts = np.argsort(rng.random((rows, num_experts - 1)), axis=1)[:, :top_k].astype(np.uint32)
+    out = ops.expert_glu(x, mx.array(experts), gate.given, up.given, down.given)
+    assert out is not None and out.shape == (rows, top_k, hidden) and out.dtype == dtype
+
+    order = np.argsort(experts.reshape(-1), kind="stable")
+    places, pairs = mx.array(experts.reshape(-1)[order]), mx.array(order)
+    sorted_x = x[pairs // top_k]
+    of_gate, of_up = (ops.sorted_expert_linear(sorted_x, places, of.given) for of in (gate, up))
+    with native_ops(mx.arange(rows)):
+        gated = ops.silu_mul(of_gate, of_up)
+    want = ops.sorted_expert_linear(gated, places, down.given)
+    np.testing.assert_array_equal(bits(out).reshape(rows * top_k, -1)[order], bits(want))
+
+
+@needs_wgmma
+def test_prompts_of_a_mixture_use_them(rng, monkeypatch) -> None:
+    """A model's prompt, against the same model with dequantized weights."""
+    patches.install()
+    layer = SwitchGLU(256, 128, 8)
+    layer.set_dtype(mx.bfloat16)
+    nn.quantize(layer, group_size=64, bits=4)
+    plain = SwitchGLU(256, 128, 8)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        of = layer[name]
+        plain[name].weight = mx.dequantize(of.weight, of.scales, of.biases, 64, 4)
+    x = mx.random.normal((200, 1, 256)).astype(mx.bfloat16)
+    experts = mx.array(np.argsort(rng.random((200, 1, 8)), axis=2)[..., :2].astype(np.uint32))
+    mx.eval(layer.parameters(), plain.parameters(), x)
+    used = []
+    original = ops.expert_glu
+    monkeypatch.setattr(ops, "expert_glu", lambda *args: used.append(0) or original(*args))
+    with native_ops(mx.arange(200)):
+        got = layer(x, experts)
+    assert used and got.shape == (200, 1, 2, 256)
+    np.testing.assert_allclose(exact(got), exact(plain(x, experts)), rtol=0.05, atol=0.002)
 
 
 def test_a_layer_is_one_operation_within_a_step() -> None:

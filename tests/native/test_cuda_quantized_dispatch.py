@@ -124,6 +124,46 @@ def test_rows_of_scales_that_the_copy_engine_cannot_read() -> None:
         assert launch["cluster"] == 0 and not launch["maps"]
 
 
+def sorted_launches(rows: int, n: int, k: int, **options: Any) -> list[dict[str, Any]] | None:
+    given = {"num_experts": 128, "dtype": "bfloat16", "bits": 4, "group_size": 64, "mode": "affine"}
+    given |= {"is_gated": False, "tma": "wgmma"}
+    return sim_ext.sorted_expert_launches(rows, n=n, k=k, **(given | options))
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "options", "kernel", "grid"),
+    [
+        (65_536, 768, 2048, {}, "wgmma_bfloat16_affine_4_64_16", 640 * 6),
+        (65_536, 2048, 768, {}, "whole_wgmma_bfloat16_affine_4_64_16", 640 * 16),
+        (65_536, 768, 2048, {"is_gated": True}, "wgmma_bfloat16_affine_4_64_16", 640 * 12),
+        (8192, 768, 2048, {}, "wgmma_bfloat16_affine_4_64_8", 256 * 6),
+        (64, 768, 2048, {}, "wgmma_bfloat16_affine_4_64_8", 64 * 6),
+        (65_536, 768, 2048, {"bits": 3}, "wgmma_bfloat16_affine_3_64_8", (128 + 1024) * 6),
+        (100, 100, 512, {"mode": "mxfp4", "group_size": 32, "dtype": "float16"},
+         "wgmma_float16_mxfp4_4_32_8", 100),
+    ],
+)  # fmt: skip
+def test_products_of_sorted_rows(
+    rows: int, n: int, k: int, options: dict[str, Any], kernel: str, grid: int
+) -> None:
+    """A block for each item that there can be, and each tile of an expert's weight."""
+    items, product = sorted_launches(rows, n, k, **options) or ()
+    assert items["kernel"] == "sorted_items" and items["grid"] == (1, 1, 1)
+    assert product["kernel"] == f"expert_quantized_{kernel}"
+    assert product["grid"] == (grid, 1, 1) and product["threadgroup"] == (256, 1, 1)
+    x, codes, *_ = product["maps"]
+    assert x[2:6] == (rows, k, k, 8 * int(kernel.rpartition("_")[2]))
+    assert codes[2] == 128 * n
+
+
+def test_sorted_rows_that_no_kernel_serves() -> None:
+    for options in ({"tma": "any"}, {"mode": "nvfp4", "group_size": 16}, {"num_experts": 1024}):
+        assert sorted_launches(4096, 768, 2048, **options) is None
+    # Rows of scales that are neither multiples of 16 bytes nor short, or in parts of tiles.
+    assert sorted_launches(4096, 768, 1664) is None
+    assert sorted_launches(4096, 100, 768) is None
+
+
 def test_no_block_has_rows_of_two_weights() -> None:
     for tma, tile in (("none", 16), ("any", 128)):
         outputs = [4096, 1030, 20]

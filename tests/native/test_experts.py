@@ -310,3 +310,30 @@ def test_a_part_of_a_program_does_not_run_by_itself(rng) -> None:
         mx.eval(out)
     with pytest.raises(ValueError, match=r"\[expert_linear\] x must be"):
         ops.expert_linear(indices, indices, weight, for_program=True)
+
+
+def test_products_of_sorted_rows_check_their_arguments() -> None:
+    """On the CPU there is no kernel, whatever the arguments."""
+    weights = ops.ExpertWeights(
+        *mx.quantize(mx.zeros((4, 128, 256)), group_size=64, bits=4), None, 64, 4
+    )
+    down = ops.ExpertWeights(
+        *mx.quantize(mx.zeros((4, 256, 128)), group_size=64, bits=4), None, 64, 4
+    )
+    x, experts = mx.zeros((8, 256)), mx.zeros((8, 2), mx.uint32)
+    assert ops.sorted_expert_linear(x, experts[:, 0], weights) is None
+    assert ops.expert_glu(x, experts, weights, weights, down) is None
+    for given, message in (
+        ((x[:, :64], experts, weights, weights, down), "x"),
+        ((x, experts[:3], weights, weights, down), "experts"),
+        ((x, experts.astype(mx.float32), weights, weights, down), "experts"),
+        ((x, experts, weights, down, down), "up"),
+        ((x, experts, weights, weights, weights), "down"),
+        ((x, experts, weights._replace(biases=None), weights, down), "biases"),
+        ((x, experts, weights._replace(bits=7), weights, down), "mode"),
+        ((x, experts, weights._replace(bias=mx.zeros(3)), weights, down), "bias"),
+    ):
+        with pytest.raises(ValueError, match=rf"\[expert_glu\].*{message}"):
+            ops.expert_glu(*given)
+    with pytest.raises(ValueError, match=r"\[sorted_expert_linear\] experts"):
+        ops.sorted_expert_linear(x, experts, weights)

@@ -8,6 +8,7 @@
 #include "../compiled_kernels.h"
 #include "../msl/metal_stdlib"
 #include "experts.h"
+#include "sorted_experts.h"
 
 template <typename T>
 __global__ void __launch_bounds__(paged::ROUTE_THREADS) route_experts_entry(
@@ -37,9 +38,14 @@ __global__ void __launch_bounds__(paged::DATA_THREADS) combine_experts_entry(
 #define STREAM(dtype, type, tiles) \
   {"expert_stream_" #dtype "_" #tiles, mlx_paged::cuda::expert_stream_entry<type, tiles>},
 
+#define SORTED_ROWS(unused, run, apart) \
+  {"sorted_rows_" #run "_" #apart, mlx_paged::cuda::sorted_rows_entry<run, apart>},
+
 static const bool added = mlx_paged::cuda::add_kernels({
     // clang-format off
     PAGED_FOR_EACH_DENSE_EXPERT_TEMPLATE(PORTABLE)
+    {"sorted_items", mlx_paged::cuda::sorted_items_entry},
+    PAGED_FOR_EACH_CODE_ORDER(SORTED_ROWS, )
     PAGED_FOR_EACH_LINEAR_STREAM(STREAM, float16, __half)
     PAGED_FOR_EACH_LINEAR_STREAM(STREAM, bfloat16, __nv_bfloat16)
     // clang-format on

@@ -8,6 +8,7 @@
 
 #include "kernels/expert_quantized_stream.h"
 #include "kernels/expert_stream.h"
+#include "kernels/sorted_experts.h"
 #include "operands.h"
 
 using namespace mlx_paged::cuda;
@@ -319,10 +320,60 @@ void test() {
   test<T, C, QuantizedMaps>(rng, true, 3, 2, 1, 20, 2048, true, "quantized gates by spans");
 }
 
+// Items of sorted rows, some of whose experts have none. `is_sorted` is false: only in its bounds.
+void test_sorted_items(std::mt19937& rng, int num_rows, int num_experts, int rows, bool is_sorted) {
+  std::vector<unsigned int> experts(num_rows);
+  for (auto& expert : experts) {
+    expert = std::min(rng() % num_experts, rng() % num_experts);
+  }
+  if (is_sorted) {
+    std::sort(experts.begin(), experts.end());
+  }
+  const int most = std::min(num_rows, num_experts) + num_rows / rows;
+  constexpr int kGuard = 9;
+  std::vector<int> items(3 * most + kGuard, -7);
+  SortedItemsParams params{num_rows, num_experts, rows, most};
+  fibers::run_grid(1, 1, (num_experts + 32) / 32 * 32, 4 * (num_experts + 1), 1, [&] {
+    sorted_items_entry(experts.data(), items.data(), params);
+  });
+  std::vector<int> expected;
+  for (int first = 0; is_sorted && first < num_rows;) {
+    int end = first;
+    while (end < num_rows && end < first + rows && experts[end] == experts[first]) {
+      end++;
+    }
+    expected.insert(expected.end(), {int(experts[first]), first, end - first});
+    first = end;
+  }
+  bool is_right = std::equal(expected.begin(), expected.end(), items.begin());
+  for (int i = int(expected.size()); is_sorted && i < 3 * most; i += 3) {
+    is_right = is_right && items[i + 2] == 0;
+  }
+  for (int i = 0; i < kGuard; i++) {
+    is_right = is_right && items[3 * most + i] == -7;
+  }
+  compared += most;
+  if (!is_right) {
+    failed++;
+    std::printf("wrong items of %d rows and %d experts\n", num_rows, num_experts);
+  }
+}
+
+void test_sorted_items() {
+  std::mt19937 rng(5);
+  for (bool is_sorted : {true, false}) {
+    test_sorted_items(rng, 1, 1, 64, is_sorted);
+    test_sorted_items(rng, 300, 5, 64, is_sorted);
+    test_sorted_items(rng, 128, 31, 128, is_sorted);
+    test_sorted_items(rng, 70, 200, 16, is_sorted);
+  }
+}
+
 }  // namespace
 
 int main() {
   test<ELEMENT>();
+  test_sorted_items();
   std::printf("%d compared, %d failed\n", compared, failed);
   return failed != 0;
 }

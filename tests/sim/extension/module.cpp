@@ -286,17 +286,41 @@ void bind_simulator(nb::module_& m) {
       "num_rows"_a, "outputs"_a, "k"_a, nb::kw_only(), "dtype"_a, "is_gated"_a, "tma"_a,
       "What NVIDIA's GPUs run for products of one input with weights of 16 bits.");
 
+  static const std::map<std::string, WeightFormat> formats{
+      {"affine", WeightFormat::affine},
+      {"mxfp4", WeightFormat::mxfp4},
+      {"mxfp8", WeightFormat::mxfp8},
+      {"nvfp4", WeightFormat::nvfp4}};
+
+  m.def(
+      "sorted_expert_launches",
+      [](int num_rows, int num_experts, int n, int k, const std::string& dtype, int bits,
+         int group_size, const std::string& mode, bool is_gated,
+         const std::string& tma) -> std::optional<nb::list> {
+        cuda::SortedProduct product{};
+        product.num_rows = num_rows;
+        product.num_experts = num_experts;
+        product.n = n;
+        product.k = k;
+        product.dtype = product_dtype(dtype);
+        product.codes = {formats.at(mode), bits, group_size};
+        product.parts.assign(is_gated ? 2 : 1, {});
+        if (!cuda::serves_sorted(product, tma_named(tma))) {
+          return std::nullopt;
+        }
+        int item_rows = cuda::sorted_item_rows(num_rows, num_experts, product.codes);
+        cuda::SortedItems items{num_rows, num_experts, item_rows};
+        return describe({sorted_items_launch(items, 0, 1), sorted_launch(product)}, true);
+      },
+      "num_rows"_a, "num_experts"_a, "n"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a,
+      "group_size"_a, "mode"_a, "is_gated"_a, "tma"_a,
+      "What NVIDIA's GPUs run for rows that are sorted by expert, if they have a kernel for them.");
+
   m.def(
       "quantized_product_launch",
       [](int num_rows, const std::vector<int>& outputs, int k, const std::string& dtype, int bits,
          int group_size, const std::string& mode, bool is_gated,
          const std::string& tma) -> std::optional<nb::dict> {
-        using Format = WeightFormat;
-        static const std::map<std::string, Format> formats{
-            {"affine", Format::affine},
-            {"mxfp4", Format::mxfp4},
-            {"mxfp8", Format::mxfp8},
-            {"nvfp4", Format::nvfp4}};
         WeightCodes codes{formats.at(mode), bits, group_size};
         for (int n : outputs) {
           if (!cuda::serves_quantized(num_rows, n, k, codes, tma_named(tma))) {
