@@ -21,8 +21,8 @@ struct RoundedKernels {
   BFloatKernels bfloat;  // empty except for AVX-512 with BF16
   // Splits activations into three bfloat16 parts: as exact as float32. Empty except for AMX.
   BFloatKernels wide_bfloat;
-  // Attention of plain pools, empty except for AMX: of bfloat16, and of float32 rounded to it, which
-  // int8 activations allow.
+  // Attention of plain pools, empty except for AMX: of bfloat16, and of float32 rounded to it,
+  // which int8 activations allow.
   AttentionKernels bfloat_attention;
   AttentionKernels rounded_attention;
 };

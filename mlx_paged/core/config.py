@@ -32,7 +32,7 @@ class SchedulerConfig:
         long_prefill_token_threshold: A prompt with more tokens left than this is *long*. It gets at
             most this many tokens per step, and long prompts together leave short prompts the tokens
             they need, up to half the step. None means half of `max_num_batched_tokens`, and at most
-            1024 beside decodes alone; 0 treats all prompts alike.
+            1376 beside decodes alone; 0 treats all prompts alike.
         enable_chunked_prefill: Splits prompts that do not fit in a step. If off, a prompt waits
             until all of it fits, and `max_num_batched_tokens` must be at least `max_model_len`.
         policy: "fcfs" or "priority".

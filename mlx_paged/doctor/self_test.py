@@ -33,7 +33,7 @@ class Case:
 
     Attributes:
         run: Raises `WrongResult`.
-        dtypes: Dtypes that the primitive supports on the CPU.
+        dtypes: Dtypes that the primitive supports on the CPU, if any.
         gpu_dtypes: Dtypes for which we have a GPU kernel.
     """
 
@@ -361,6 +361,33 @@ def _expert_linear(data: Data) -> None:
     data.check(out[:, :, 0], expected + exact(bias)[experts])
 
 
+def _quantized_experts(data: Data, n: int, k: int) -> tuple[ops.ExpertWeights, np.ndarray]:
+    """Returns matrices of four experts, and their exact values."""
+    packed, scales, biases = mx.quantize(data.normal(4, n, k), group_size=64, bits=4)
+    wide = mx.dequantize(packed, scales, biases, group_size=64, bits=4)
+    mx.eval(packed, scales, biases)
+    return ops.ExpertWeights(packed, scales, biases, None, 64, 4), exact(wide)
+
+
+def _sorted_expert_linear(data: Data) -> None:
+    weights, wide = _quantized_experts(data, 128, 256)
+    x, experts = data.normal(9, 256), np.array([0, 0, 0, 1, 3, 3, 3, 3, 3])
+    out = ops.sorted_expert_linear(x, mx.array(experts.astype(np.uint32)), weights)
+    if out is not None:  # else no kernel of this device serves it, and models use MLX's
+        data.check(out, np.einsum("tk,tok->to", exact(x), wide[experts]))
+
+
+def _expert_glu(data: Data) -> None:
+    (gate, wide_gate), (up, wide_up) = (_quantized_experts(data, 128, 256) for _ in range(2))
+    down, wide_down = _quantized_experts(data, 256, 128)
+    x, experts = data.normal(5, 256), np.array([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1]])
+    out = ops.expert_glu(x, mx.array(experts.astype(np.uint32)), gate, up, down)
+    if out is not None:
+        g, u = (np.einsum("tk,teok->teo", exact(x), of[experts]) for of in (wide_gate, wide_up))
+        rounded = exact(mx.array((g / (1 + np.exp(-g)) * u).astype(np.float32)).astype(data.dtype))
+        data.check(out, np.einsum("tek,teok->teo", rounded, wide_down[experts]))
+
+
 def _int8_activations(data: Data) -> None:
     """Returns a matrix of integers up to 127, which quantization does not round."""
     codes = np.random.default_rng(2).integers(-127, 128, (30, 128)).astype(np.float32)
@@ -430,6 +457,8 @@ CASES: dict[str, Case] = {
     # MLX's own ops on a GPU.
     "quantized_linear": Case(_quantized_linear),
     "expert_linear": Case(_expert_linear),
+    "sorted_expert_linear": Case(_sorted_expert_linear, (), ("float16", "bfloat16")),
+    "expert_glu": Case(_expert_glu, (), ("float16", "bfloat16")),
     "quantized_linear: int8 activations": Case(_int8_activations),
     "lookup": Case(_lookup),
     "upload": Case(_upload, dtypes=("float32",), gpu_dtypes=("float32",)),

@@ -82,7 +82,7 @@ class EngineConfig:
             None: 2048; on an NVIDIA GPU 4096 or 8192 if the weights leave enough memory.
         long_prefill_token_threshold: A prompt with more remaining tokens is long. It gets at most
             this many tokens per step, and all long prompts together leave short ones the tokens
-            they need, up to half of the step. None: half of max_num_batched_tokens, at most 1024 if
+            they need, up to half of the step. None: half of max_num_batched_tokens, at most 1376 if
             the others only decode, or all of it for a prompt without competitors; 0 treats all
             prompts alike.
         max_step_time_ms: Target maximum of milliseconds for a step with prompts, whose chunks are

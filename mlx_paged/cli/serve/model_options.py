@@ -318,7 +318,7 @@ class ModelOptions:
             _SCHED,
             "Maximum tokens per step for a prompt with more tokens left. 0: no limit.",
             min=0,
-            show_default="half of --max-num-batched-tokens, 1024 beside decodes alone",
+            show_default="half of --max-num-batched-tokens, 1376 beside decodes alone",
         ),
     ] = None
     max_step_time_ms: Annotated[

@@ -369,11 +369,53 @@ void test_sorted_items() {
   }
 }
 
+// Rows of pairs, in the order of a weight's codes.
+template <int RUN, int APART>
+void test_sorted_rows(std::mt19937& rng) {
+  constexpr int kRows = 5, kTopK = 3, kColumns = 320, kStride = 328;
+  Aligned<unsigned short> x(kRows * kStride);
+  Aligned<unsigned short> out(kRows * kTopK * kColumns);
+  for (size_t i = 0; i < x.size; i++) {
+    x[i] = rng();
+  }
+  std::vector<unsigned int> pairs(kRows * kTopK);
+  std::iota(pairs.begin(), pairs.end(), 0);
+  std::shuffle(pairs.begin(), pairs.end(), rng);
+  fibers::run_grid(int(pairs.size()), 1, 32, 0, 1, [&] {
+    sorted_rows_entry<RUN, APART>(
+        reinterpret_cast<const uint4*>(x.data), pairs.data(), reinterpret_cast<uint4*>(out.data),
+        {kColumns / 8, kStride / 8, kTopK});
+  });
+  for (size_t i = 0; i < pairs.size(); i++) {
+    bool is_right = true;
+    for (int column = 0; column < kColumns; column++) {
+      int place = ordered_column(CodeOrder{RUN, APART}, column);
+      is_right = is_right && out[i * kColumns + place] == x[pairs[i] / kTopK * kStride + column];
+    }
+    compared += kColumns;
+    if (!is_right) {
+      failed++;
+      std::printf("wrong row of pair %u in order %d, %d\n", pairs[i], RUN, APART);
+    }
+  }
+}
+
+void test_sorted_rows() {
+  std::mt19937 rng(6);
+  test_sorted_rows<32, 1>(rng);
+  test_sorted_rows<32, 2>(rng);
+  test_sorted_rows<32, 4>(rng);
+  test_sorted_rows<64, 1>(rng);
+  test_sorted_rows<64, 2>(rng);
+  test_sorted_rows<64, 4>(rng);
+}
+
 }  // namespace
 
 int main() {
   test<ELEMENT>();
   test_sorted_items();
+  test_sorted_rows();
   std::printf("%d compared, %d failed\n", compared, failed);
   return failed != 0;
 }

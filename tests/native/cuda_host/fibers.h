@@ -222,6 +222,7 @@ inline thread_local Position threadIdx_;
 inline thread_local Position blockIdx_;
 inline Position gridDim_;
 #define threadIdx threadIdx_
+#define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
 #define blockIdx blockIdx_
 #define gridDim gridDim_
 

@@ -40,7 +40,6 @@ bool mlx_paged::cuda::add_kernels(const std::vector<CompiledKernel>& more) {
 // Metal's language takes positions as CUDA has them.
 #undef blockIdx
 #define blockIdx make_uint3(blockIdx_.x, blockIdx_.y, grid_z)
-#define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
 #define gridDim make_uint3(0, 0, 0)  // not read by these kernels
 
 // Declared for templates that no program instantiates.
