@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from support.server_helpers import ENGINE, RunningServer, running
 
-from mlx_paged.server import turn
+from mlx_paged.server import turn_preparation
 from mlx_paged.server.config import ServerConfig
 
 ASK: list[Any] = [{"role": "user", "content": "Describe something."}]
@@ -93,7 +93,7 @@ def test_references_that_stand_for_any_number_of_schemas_are_refused(server) -> 
 def test_a_schema_that_takes_long_to_prepare_holds_nothing_up(server, is_tool: bool) -> None:
     compiler = server.engine.engine.intake.grammar_compiler
     finish, begun = threading.Event(), threading.Event()
-    prepare_schema = turn.prepare_schema
+    prepare_schema = turn_preparation.prepare_schema
 
     def slow(schema: Any, **options: Any) -> Any:
         if schema.get("title") == "hostile":
@@ -115,7 +115,7 @@ def test_a_schema_that_takes_long_to_prepare_holds_nothing_up(server, is_tool: b
             return await asyncio.gather(*slow), other
 
     with (
-        mock.patch.object(turn, "prepare_schema", slow),
+        mock.patch.object(turn_preparation, "prepare_schema", slow),
         mock.patch.object(compiler, "_timeout", 0.2),
     ):
         try:
