@@ -39,20 +39,18 @@ __global__ void __launch_bounds__(kMaxSortedExperts + 1) sorted_items_entry(
   if (expert >= num_experts) {
     return;
   }
+  // Never negative: even where the experts are not sorted, bounds ascend.
   auto items_of = [&](int of) {
-    // Experts that are not sorted must not write past the end.
-    return max(firsts[of + 1] - firsts[of] + params.item_rows - 1, 0) / params.item_rows;
+    return (firsts[of + 1] - firsts[of] + params.item_rows - 1) / params.item_rows;
   };
   int item = 0;
   for (int other = 0; other < expert; other++) {
     item += items_of(other);
   }
   auto write = [&](int first, int count) {
-    if (item < params.max_items) {
-      items[3 * item] = expert;
-      items[3 * item + 1] = first;
-      items[3 * item + 2] = count;
-    }
+    items[3 * item] = expert;
+    items[3 * item + 1] = first;
+    items[3 * item + 2] = count;
     item++;
   };
   for (int first = firsts[expert]; first < firsts[expert + 1]; first += params.item_rows) {
