@@ -198,6 +198,7 @@ def test_plain_mlx_lm_dies_of_it(directory, tmp_path) -> None:
     server = Server("plain", directory, tmp_path / "log")
     try:
         server.complete(text, max_tokens=num_tokens)
+        server.complete("y = 2\n", max_tokens=1)  # the first one's cache is kept after its answer
         with pytest.raises((AssertionError, OSError)):
             server.complete(whole)
         assert server.get("/health")[0] != 200
