@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 _PREFIX = "mlx-paged-run-"  # of nothing else, since such folders are removed
-# Of a folder that is not locked yet.
-_NEW_PREFIX = f"new-{_PREFIX}"
+# Precedes the name until the folder is locked, so that no other process removes it.
+_UNLOCKED = "new-"
 # Descriptors of this process's folders, which hold the locks.
 _locks: dict[Path, int] = {}
 
@@ -30,18 +30,18 @@ def make() -> Path:
         OSError: It cannot be made.
     """
     _remove_left()
-    new = Path(tempfile.mkdtemp(prefix=_NEW_PREFIX))
+    new = Path(tempfile.mkdtemp(prefix=_UNLOCKED + _PREFIX))
     lock = -1
     try:
         lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):  # A file system without locks: nothing is removed.
             fcntl.flock(lock, fcntl.LOCK_EX)
-        path = new.with_name(new.name.removeprefix("new-"))
+        path = new.with_name(new.name.removeprefix(_UNLOCKED))
         new.rename(path)
     except BaseException:
-        new.rmdir()
         if lock >= 0:
             os.close(lock)
+        new.rmdir()
         raise
     _locks[path] = lock
     return path

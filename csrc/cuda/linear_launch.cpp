@@ -170,9 +170,7 @@ void SortedExpertLinear::eval_gpu(const Arrays& in, Arrays& out) {
   product.num_rows = in[0].shape(0);
   product.out = int(in.size());
   product.items = product.out + 1;
-  cuda::SortedItems items{
-      product.num_rows, product.num_experts,
-      cuda::sorted_item_rows(product.num_rows, product.num_experts, codes_)};
+  const auto items = cuda::SortedItems::of(product);
   LaunchList list;
   list.launches = {
       cuda::sorted_items_launch(items, 1, product.items), cuda::sorted_launch(product)};
@@ -200,8 +198,9 @@ GluProducts glu_products(const Arrays& in, const ExpertGlu::Formats& formats) {
 
 bool ExpertGlu::served_on_gpu(const Arrays& in, const Formats& formats) {
   auto [gated, down] = glu_products(in, formats);
-  auto item_rows = [&](const cuda::SortedProduct& product) {
-    return cuda::sorted_item_rows(product.num_rows, product.num_experts, product.codes);
+  // Both products have the same items.
+  auto item_rows = [](const cuda::SortedProduct& of) {
+    return cuda::SortedItems::of(of).item_rows;
   };
   return are_readable(in, kWeights) && cuda::serves_sorted(gated, cuda::tma_kernels()) &&
          cuda::serves_sorted(down, cuda::tma_kernels()) && item_rows(gated) == item_rows(down);
@@ -220,9 +219,7 @@ void ExpertGlu::eval_gpu(const Arrays& in, Arrays& out) {
   const int result = int(in.size());
   const int items_at = result + 1;
   const int rows_at = result + 2;
-  cuda::SortedItems items{
-      num_pairs, gated.num_experts,
-      cuda::sorted_item_rows(num_pairs, gated.num_experts, gated.codes)};
+  const auto items = cuda::SortedItems::of(gated);
   gated.x = rows_at;
   gated.out = down.x = result + 3;
   gated.items = down.items = items_at;

@@ -445,17 +445,18 @@ CodeOrder order_of_sorted(const WeightCodes& codes) {
 }
 
 // Most experts have one item that is not full, so large ones only help where they have many rows.
-int sorted_item_rows(int num_rows, int num_experts, const WeightCodes& codes) {
-  const bool is_wide = num_rows > kManyExpertRows * num_experts;
-  return 8 * (is_wide ? quantized_wgmma_tiles(codes.bits) : kQuantizedStreamTiles);
+SortedItems SortedItems::of(const SortedProduct& product) {
+  const bool is_wide = product.num_rows > kManyExpertRows * product.num_experts;
+  const int tiles = is_wide ? quantized_wgmma_tiles(product.codes.bits) : kQuantizedStreamTiles;
+  return {product.num_rows, product.num_experts, 8 * tiles};
 }
 
-int SortedItems::count() const {
+int SortedItems::max_count() const {
   return std::min(num_rows, std::min(num_rows, num_experts) + num_rows / item_rows);
 }
 
 uint64_t SortedItems::bytes() const {
-  return uint64_t(count()) * 3 * sizeof(int);
+  return uint64_t(max_count()) * 3 * sizeof(int);
 }
 
 Launch sorted_items_launch(const SortedItems& items, int experts, int to) {
@@ -463,7 +464,7 @@ Launch sorted_items_launch(const SortedItems& items, int experts, int to) {
   launch.kernel.host_name = "sorted_items";
   launch.buffers = {{experts, Access::read, 0}, {to, Access::write, items.bytes()}};
   launch.constants = bytes_of(
-      SortedItemsParams{items.num_rows, items.num_experts, items.item_rows, items.count()});
+      SortedItemsParams{items.num_rows, items.num_experts, items.item_rows, items.max_count()});
   launch.grid = {1, 1, 1};
   launch.threadgroup = {32 * div_up(items.num_experts + 1, 32), 1, 1};
   launch.threadgroup_memory = uint32_t(items.num_experts + 1) * sizeof(int);
@@ -486,7 +487,8 @@ Launch sorted_rows_launch(const SortedRows& rows, CodeOrder order, int x, int pa
 Launch sorted_launch(const SortedProduct& of) {
   const auto format = kernel_format(of.codes).value();
   const bool whole = !streams_quantized(format, of.codes, of.k);
-  const int item_rows = sorted_item_rows(of.num_rows, of.num_experts, of.codes);
+  const auto items = SortedItems::of(of);
+  const int tiles = items.item_rows / 8;
   ExpertProductParams params{};
   auto& product = params.product;
   product.num_rows = of.num_rows;
@@ -505,7 +507,7 @@ Launch sorted_launch(const SortedProduct& of) {
   Launch launch;
   launch.kernel.host_name = quantized_kernel(
       whole ? "expert_quantized_whole_wgmma" : "expert_quantized_wgmma", of.dtype, format, of.codes,
-      item_rows / 8);
+      tiles);
   auto read = [&](int operand) { launch.buffers.push_back({operand, Access::read, 0}); };
   read(of.x);
   for (int i = 0; i < 2; i++) {
@@ -519,14 +521,13 @@ Launch sorted_launch(const SortedProduct& of) {
   read(of.pairs.value_or(of.items));
   read(of.items);
   launch.constants = bytes_of(params);
-  int max_items = SortedItems{of.num_rows, of.num_experts, item_rows}.count();
-  launch.grid = {uint32_t(max_items * params.num_tiles), 1, 1};
+  launch.grid = {uint32_t(items.max_count() * params.num_tiles), 1, 1};
   launch.threadgroup = {kQuantizedWgmmaThreads, 1, 1};
   launch.threadgroup_memory =
-      quantized_stream_shape(format, of.codes.bits, of.codes.group_size, item_rows / 8, whole, true)
+      quantized_stream_shape(format, of.codes.bits, of.codes.group_size, tiles, whole, true)
           .scratch;
   launch.maps = quantized_maps(product, format, of.codes, 1, 4, of.num_experts, !whole);
-  launch.maps.insert(launch.maps.begin(), map_of_x(product, item_rows / 8));
+  launch.maps.insert(launch.maps.begin(), map_of_x(product, tiles));
   return launch;
 }
 

@@ -97,7 +97,7 @@ struct SortedProduct {
   std::vector<Part> parts;  // one, or gate and up
   int x;
   int out;
-  int items;          // of rows; see sorted_items_launch
+  int items;          // its SortedItems
   bool x_is_ordered;  // as order_of_sorted says
   CodeOrder out_order;
   std::optional<int> pairs;  // where each row's result goes; nothing: to its own place
@@ -107,16 +107,16 @@ Launch sorted_launch(const SortedProduct& product);
 // The order of x that its kernel reads fastest.
 CodeOrder order_of_sorted(const WeightCodes& codes);
 
-// Items for products of rows with so many experts. `item_rows`: what all of them allow.
+// A product's work items: up to `item_rows` adjacent rows of one expert each.
 struct SortedItems {
   int num_rows;
   int num_experts;
   int item_rows;
 
-  int count() const;  // the most that there can be
+  static SortedItems of(const SortedProduct& product);
+  int max_count() const;
   uint64_t bytes() const;
 };
-int sorted_item_rows(int num_rows, int num_experts, const WeightCodes& codes);
 Launch sorted_items_launch(const SortedItems& items, int experts, int to);
 // Gathers each pair's row of x for a product. `x_stride`: elements between rows of x.
 struct SortedRows {

@@ -96,7 +96,7 @@ class SlowError(PromptError):
 
 
 class Welcome(NamedTuple):
-    """What a prefill engine says about itself.
+    """A prefill engine's greeting.
 
     Attributes:
         max_tokens: Maximum tokens of a prompt.

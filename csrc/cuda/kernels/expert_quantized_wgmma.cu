@@ -5,6 +5,7 @@
 #include "expert_quantized_wgmma.h"
 
 #include "../compiled_kernels.h"
+#include "quantized_formats.h"
 
 using namespace mlx_paged::cuda;
 
@@ -21,21 +22,9 @@ using namespace mlx_paged::cuda;
 #define TILES(dtype, type, format, bits, group) \
   WGMMA(dtype, type, format, bits, group, 8)    \
   MANY_ROWS(dtype, type, format, bits, group)
-#define DTYPES(format, bits, group)           \
-  TILES(float16, __half, format, bits, group) \
-  TILES(bfloat16, __nv_bfloat16, format, bits, group)
-#define GROUPS(bits)       \
-  DTYPES(affine, bits, 32) \
-  DTYPES(affine, bits, 64) \
-  DTYPES(affine, bits, 128)
 
 static const bool added = add_kernels({
     // clang-format off
-    GROUPS(PAGED_CODE_BITS)
-#if PAGED_CODE_BITS == 4
-    DTYPES(mxfp4, 4, 32)
-#elif PAGED_CODE_BITS == 8
-    DTYPES(mxfp8, 8, 32)
-#endif
+    PAGED_FOR_EACH_CODE_FORMAT(TILES)
     // clang-format on
 });

@@ -6,6 +6,7 @@
 #include "expert_quantized_stream.h"
 
 #include "../compiled_kernels.h"
+#include "quantized_formats.h"
 
 using namespace mlx_paged::cuda;
 
@@ -31,32 +32,9 @@ using namespace mlx_paged::cuda;
   STREAM(dtype, type, format, bits, group, 8)   \
   EXPERTS(dtype, type, format, bits, group, 1)  \
   EXPERTS(dtype, type, format, bits, group, 4)
-#define DTYPES(format, bits, group)           \
-  TILES(float16, __half, format, bits, group) \
-  TILES(bfloat16, __nv_bfloat16, format, bits, group)
-#define GROUPS(bits)       \
-  DTYPES(affine, bits, 32) \
-  DTYPES(affine, bits, 64) \
-  DTYPES(affine, bits, 128)
 
 static const bool added = add_kernels({
-// clang-format off
-#if PAGED_CODE_BITS == 2
-    GROUPS(2)
-#elif PAGED_CODE_BITS == 3
-    GROUPS(3)
-#elif PAGED_CODE_BITS == 4
-    GROUPS(4)
-    DTYPES(mxfp4, 4, 32)
-#elif PAGED_CODE_BITS == 5
-    GROUPS(5)
-#elif PAGED_CODE_BITS == 6
-    GROUPS(6)
-#elif PAGED_CODE_BITS == 8
-    GROUPS(8)
-    DTYPES(mxfp8, 8, 32)
-#else
-#error "PAGED_CODE_BITS must be 2, 3, 4, 5, 6 or 8"
-#endif
+    // clang-format off
+    PAGED_FOR_EACH_CODE_FORMAT(TILES)
     // clang-format on
 });

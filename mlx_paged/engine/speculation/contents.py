@@ -142,7 +142,7 @@ class BlockContents:
             self._contents.pop(progress.blocks[index], None)
 
     def _print(self, progress: DraftProgress, tokens: array[int], index: int) -> int:
-        """Returns the fingerprint of the tokens before a block, all of which are known."""
+        """Returns the fingerprint of the tokens before block `index`, which must be known."""
         prints, size = progress.prints, self._block_size
         for i in range(len(prints) - 1, index):
             prints.append(hash((prints[i], tokens[i * size : (i + 1) * size].tobytes())))

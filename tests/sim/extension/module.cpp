@@ -308,8 +308,7 @@ void bind_simulator(nb::module_& m) {
         if (!cuda::serves_sorted(product, tma_named(tma))) {
           return std::nullopt;
         }
-        int item_rows = cuda::sorted_item_rows(num_rows, num_experts, product.codes);
-        cuda::SortedItems items{num_rows, num_experts, item_rows};
+        auto items = cuda::SortedItems::of(product);
         return describe({sorted_items_launch(items, 0, 1), sorted_launch(product)}, true);
       },
       "num_rows"_a, "num_experts"_a, "n"_a, "k"_a, nb::kw_only(), "dtype"_a, "bits"_a,
