@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,11 +15,10 @@ import numpy as np
 import pytest
 from support.models import embedded
 
-from mlx_paged.engine.grammar import StructuredOutputs
+from mlx_paged.engine.grammar import StructuredOutputs, probe
 from mlx_paged.engine.grammar import compiler as compiler_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
 from mlx_paged.engine.grammar.jobs import Jobs, _mach_clock
-from mlx_paged.engine.grammar.probe import _is_growing
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import GrammarsBusyError, InvalidParameterError
 
@@ -523,10 +523,14 @@ def test_the_clock_of_a_thread_on_macos() -> None:
         'start: r0 r0\nr0: "a" | "a" "a" | /(é)?./ r0 | "e"',
     ],
 )
+@pytest.mark.parametrize("slower", [1.5, 4])
 def test_a_grammar_that_grows_with_every_token_is_refused(
-    compiler: GrammarCompiler, grammar: str
+    grammar: str, slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """(All answers got to the limit of a mask after some 55 or 80 tokens.)"""
+    """(All answers exceeded a mask's limit after some 55 or 80 tokens. `slower`: the machine.)"""
+    clock = SimpleNamespace(thread_time=lambda: slower * time.thread_time())
+    monkeypatch.setattr(probe, "time", clock)
+    compiler = make()
     with pytest.raises(InvalidParameterError, match="within the limits of this server"):
         compiler.compile(StructuredOutputs(grammar=grammar))
 
@@ -539,9 +543,10 @@ def test_growing_masks_are_told_from_noise(between: int) -> None:
     def is_growing(seconds: Any) -> bool:
         times = np.zeros((100, 1 + between))
         times[:, 0] = seconds * noise
-        return _is_growing(times.ravel().tolist())
+        return probe._is_growing(times.ravel().tolist())
 
     assert is_growing(0.001 * np.arange(1, 101)) and is_growing(0.02 + 0.001 * np.arange(100))
+    assert is_growing(np.where(np.arange(100) % 20 == 9, 1, 0.001 * np.arange(1, 101)))
     assert not is_growing(np.full(100, 0.03))
     assert not is_growing(0.002 * np.minimum(np.arange(1, 101), 10))  # only at first
     assert not is_growing(1e-6 * np.arange(1, 101))  # too fast to matter
