@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "mlx-paged-run-"  # of nothing else, since such folders are removed
@@ -53,6 +54,16 @@ def remove(path: Path) -> None:
     if lock is not None:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    """Makes a folder, as `make` does, and removes it at the end of the block."""
+    path = make()
+    try:
+        yield path
+    finally:
+        remove(path)
 
 
 def _remove_left() -> None:

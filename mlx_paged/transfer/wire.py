@@ -47,18 +47,18 @@ BEAT = 1.0
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HEAD = struct.Struct("<B")
 _TEXT = struct.Struct("<H")
-_MOST_TOKENS = struct.Struct("<I")
+_MAX_TOKENS = struct.Struct("<I")
 _REQUEST = struct.Struct(f"<{DIGEST_BYTES}sIIqBI")
 _NO_SALT = 0xFFFFFFFF
 _MAX_SALT_BYTES = 1 << 16
 _TOKEN_BYTES = 4
-_MOST_PRIORITY = (1 << 63) - 1
+_MAX_PRIORITY = (1 << 63) - 1
 _MEMORY = struct.Struct("<32sQ")
 #: Bytes of an offset in shared memory, as it is given back.
 OFFSET = struct.Struct("<Q")
 # Bytes that are read ahead of their use: many records of blocks in shared memory.
 _AHEAD_BYTES = 8192
-# The most seconds that a socket accepts, nearly.
+# Nearly the maximum that a socket accepts, in seconds.
 _FOREVER = 1e6
 
 
@@ -140,7 +140,7 @@ class PrefillRequest:
             self.identity,
             self.num_tokens,
             self.first_block,
-            max(-_MOST_PRIORITY, min(self.priority, _MOST_PRIORITY)),
+            max(-_MAX_PRIORITY, min(self.priority, _MAX_PRIORITY)),
             self.background,
             _NO_SALT if self.salt is None else len(salt),
         )
@@ -206,13 +206,13 @@ class Connection:
     def send_welcome(self, welcome: Welcome) -> None:
         """Tells the other end what it must know before it asks."""
         name = welcome.local_name
-        self.send(_MOST_TOKENS.pack(welcome.max_tokens) + _TEXT.pack(len(name)) + name, TO_GREET)
+        self.send(_MAX_TOKENS.pack(welcome.max_tokens) + _TEXT.pack(len(name)) + name, TO_GREET)
 
     def read_welcome(self, timeout: float) -> Welcome:
         """Reads what `send_welcome` has sent."""
         deadline = time.monotonic() + timeout
-        [most] = _MOST_TOKENS.unpack(self.read(_MOST_TOKENS.size, deadline))
-        return Welcome(most, self._read_text(deadline))
+        [max_tokens] = _MAX_TOKENS.unpack(self.read(_MAX_TOKENS.size, deadline))
+        return Welcome(max_tokens, self._read_text(deadline))
 
     def send_memory(self, fd: int, sight: bytes, num_bytes: int) -> None:
         """Passes a descriptor of shared memory over a local socket. See `transfer.memory`."""

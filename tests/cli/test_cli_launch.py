@@ -23,6 +23,7 @@ import httpx
 import pytest
 from support.server_helpers import RunningServer, running, until
 
+from mlx_paged import private_folder
 from mlx_paged.cli.entry import status_of
 from mlx_paged.cli.launch.agents import AGENTS, Setup, Target
 from mlx_paged.cli.launch.server import Server
@@ -321,10 +322,11 @@ def test_ctrl_c_is_for_the_agent_and_the_server_ends_with_it(home, tmp_path) -> 
     output, error = process.communicate(timeout=300)
     assert (process.returncode, output) == (5, f"{report['model']}\n"), error
     assert "starting `mlx-paged serve" in error and not answers(url)
-    assert not list(tmp_path.glob("mlx-paged-launch-*"))
+    assert not list(tmp_path.glob("*mlx-paged-run-*"))
 
 
-def test_no_server_is_left_if_the_launcher_is_killed(home, tmp_path) -> None:
+def test_nothing_is_left_if_the_launcher_is_killed(home, tmp_path, monkeypatch) -> None:
+    """(Its folder is removed by the next process that makes one.)"""
     url = free_url()
     waits = "print(os.getpid(), flush=True)\nimport signal\nsignal.pause()"
     process = launched(
@@ -340,6 +342,11 @@ def test_no_server_is_left_if_the_launcher_is_killed(home, tmp_path) -> None:
     until(lambda: not answers(url))
     os.kill(agent, signal.SIGKILL)
     process.communicate()
+    [left] = tmp_path.glob("mlx-paged-run-*")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with private_folder.temporary() as folder:
+        assert list(tmp_path.glob("mlx-paged-run-*")) == [folder] != [left]
+    assert not folder.exists()
 
 
 def test_signals_of_programs_are_passed_on(server, launch, tmp_path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mlx_paged import private_folder
 from mlx_paged.bench.results import check_writable, checkout, write_json
 from mlx_paged.cli.bench.options import ListOf, at_least, list_option, parse_list
 from mlx_paged.cli.options import DType
@@ -116,9 +116,9 @@ def media(
         media_engines.check_server_packages()
     said = None if shape is None else "Three red circles."
     settings = media_runs.Settings(output_len, num_iters, said)
-    with tempfile.TemporaryDirectory(prefix="mlx-paged-media-") as folder:
-        path = _model(model, shape, num_layers, dtype, Path(folder))
-        pictures = media_runs.Pictures(Path(folder))
+    with private_folder.temporary() as folder:
+        path = _model(model, shape, num_layers, dtype, folder)
+        pictures = media_runs.Pictures(folder)
         found: dict[str, Any] = {
             "benchmark": "media",
             "model": path if model is not None else shape or "embedded vision model",
@@ -128,14 +128,14 @@ def media(
             "output_len": output_len,
             "num_iters": num_iters,
         }
-        most = _most_tokens(sizes, counts, frame_size, output_len)
+        max_tokens = _max_tokens(sizes, counts, frame_size, output_len)
 
         def save() -> None:
             if output_json is not None:
                 write_json(output_json, found)
 
         if tables or figures:
-            with _opened(path, dtype, most, compare) as engines:
+            with _opened(path, dtype, max_tokens, compare) as engines:
                 kinds = engines[media_runs.PAGED].ask("kinds")
                 if tables:
                     found["pictures"] = media_runs.picture_rows(engines, pictures, sizes, settings)
@@ -192,7 +192,7 @@ def _model(
     return str(path)
 
 
-def _most_tokens(
+def _max_tokens(
     sizes: Sequence[int], counts: Sequence[int], frame_size: int, output_len: int
 ) -> int:
     """Rows of a request; towers make one of 28 x 28 pixels or more, and no fewer than 64."""
@@ -202,12 +202,12 @@ def _most_tokens(
 
 
 @contextlib.contextmanager
-def _opened(path: str, dtype: str, most_tokens: int, compare: bool) -> Iterator[dict[str, Remote]]:
+def _opened(path: str, dtype: str, max_tokens: int, compare: bool) -> Iterator[dict[str, Remote]]:
     from mlx_paged.bench import media_engines, media_runs
     from mlx_paged.bench.remote import Remote
 
     makers: dict[str, tuple[Any, ...]] = {
-        media_runs.PAGED: (media_engines.PagedEngines, path, dtype, most_tokens, _MAX_ROWS)
+        media_runs.PAGED: (media_engines.PagedEngines, path, dtype, max_tokens, _MAX_ROWS)
     }
     if compare:
         makers[media_runs.VLM] = (media_engines.VlmEngine, path, dtype)

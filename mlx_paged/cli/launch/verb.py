@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mlx_paged import private_folder
 from mlx_paged.cli.entry import print_line
 from mlx_paged.cli.launch.agents import AGENTS, KEY_VARIABLE, Agent, Setup, Target
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
@@ -89,8 +89,7 @@ def launch(
         from mlx_paged.cli.launch.server import Server, command_of, own_server
         from mlx_paged.server.config import default_model_name
     wanted = Server(server, api_key)
-    with tempfile.TemporaryDirectory(prefix="mlx-paged-launch-") as name:
-        folder = Path(name)
+    with private_folder.temporary() as folder:
         starts = not wanted.is_up()
         command = command_of(wanted, model, config)
         if starts:
