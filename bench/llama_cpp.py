@@ -3,14 +3,14 @@
 python bench/llama_cpp.py                                         # everything: an hour on 4 cores
 python bench/llama_cpp.py --only '1b/4bit/4/*' --turns 1 --add    # one more turn of some cells
 python bench/llama_cpp.py --label int8 --env MLX_PAGED_CPU_ACTIVATIONS=int8    # a variant of ours
-python bench/llama_cpp.py --avx2                                  # both sides without AVX-512
+python bench/llama_cpp.py --kind avx2                             # both sides without AVX-512
 python bench/llama_cpp.py --list                                  # ids of all cells
 python bench/llama_cpp.py --prepare                               # only builds and writes files
 python bench/llama_cpp.py --docs                                  # writes the tables of the docs
 
 A cell is SHAPE/FORMAT/THREADS/WHAT. A process has as many cores as threads. llama.cpp is built and
-the checkpoints are written once (`--cache`). Cells of earlier runs are kept; processors with AMX,
-those with AVX2 only, and others have their own tables. WHAT is
+the checkpoints are written once (`--cache`). Cells of earlier runs are kept; each kind of processor
+has its own tables. WHAT is
 
 - decode-N: tokens/s of N sequences after 128 tokens. Ours: whole calls of `LLM.generate` with
   cached prompts; the time of a call for 41 tokens minus that of one for 9. Theirs does not sample.
@@ -58,6 +58,7 @@ PROMPT, LONG_PROMPT = 128, 1024
 SHORT, STEPS = 9, 32  # tokens of the shorter call, and the number that the longer one adds
 OWN, ANSWER = 16, 32  # unshared prompt tokens and answer tokens of a shared-32 request
 TEXT = "The quick brown fox jumps over the lazy dog."
+_BENCH = "llama-batched-bench"
 NAME = "llama_cpp-cpu"
 
 
@@ -96,8 +97,10 @@ class Setting:
 
     @property
     def environ(self) -> dict[str, str]:
-        narrow = {"MLX_PAGED_SIMD": "avx2", "OPENBLAS_CORETYPE": "Haswell"}
-        narrow = narrow if self.kind == "avx2" else {}
+        narrow = {
+            "avx2": {"MLX_PAGED_SIMD": "avx2", "OPENBLAS_CORETYPE": "Haswell"},
+            "no-amx": {"MLX_PAGED_SIMD": "avx512bf16"},
+        }.get(self.kind, {})
         return {**os.environ, "MLX_PAGED_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1",
                 **narrow, **self.env}  # fmt: skip
 
@@ -114,8 +117,8 @@ class Setting:
 
     def builds(self) -> dict[str, str]:
         """llama.cpp's builds, by the names of their values in a cell."""
-        if self.kind == "avx2":
-            return {"native": "avx2"}
+        if self.kind in ("avx2", "no-amx"):
+            return {"native": self.kind}
         # Its products in other formats do not support AMX.
         both = self.kind == "amx" and self.format.endswith("bit")
         return {build: build for build in (("native", "no-amx") if both else ("native",))}
@@ -235,7 +238,7 @@ def speed_sides(setting: Setting, what: str, worker: Worker) -> dict[str, Side]:
     prompt, tokens = (LONG_PROMPT, 1) if what == "prefill" else (PROMPT, STEPS)
 
     def theirs(build: str) -> float:
-        programs = peer.build(setting.cache, build)
+        programs = peer.build(setting.cache, build, _BENCH)
         command = peer.bench_command(
             programs, setting.gguf(), setting.threads, prompt, tokens, rows
         )
@@ -510,8 +513,8 @@ def main() -> None:
                         help="add turns to those that the file has of the same commit")  # fmt: skip
     parser.add_argument("--label", default="", help="of a variant of ours: 4bit-LABEL in the ids")
     parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="for ours")
-    parser.add_argument("--avx2", action="store_true",
-                        help="decode and prefill of both sides without AVX-512")  # fmt: skip
+    parser.add_argument("--kind", choices=["no-amx", "avx2"],
+                        help="decode and prefill of both sides without AMX or AVX-512")  # fmt: skip
     parser.add_argument("--idle", type=float, metavar="CORES",
                         help="repeat what was measured while others used more")  # fmt: skip
     parser.add_argument("--cache", type=Path, default=cache, help=f"default {cache}")
@@ -538,12 +541,14 @@ def main() -> None:
     label = f"-{options.label}" if options.label else ""
     for group, names in groups.items():
         shape, format, threads = group.split("/")
-        kind = "avx2" if options.avx2 else peer.processor_kind()
+        kind = options.kind or peer.processor_kind()
         setting = Setting(shape, format, int(threads), options.cache, env, kind)
-        if options.avx2:
-            names = [name for name in names if name.startswith(("decode", "prefill"))]
+        speeds = [name for name in names if name.startswith(("decode", "prefill"))]
+        if options.kind:
+            names = speeds
+        programs = [_BENCH] if names == speeds else []
         for build in setting.builds().values():
-            peer.build(setting.cache, build)
+            peer.build(setting.cache, build, *programs)
         setting.checkpoint()
         setting.gguf()
         if not options.prepare:

@@ -82,10 +82,15 @@ def mend(file: Path) -> None:
         file.write_text(text.replace(_TILES, _TILES_MENDED))
 
 
-def build(cache: Path, name: str) -> Path:
-    """Folder of a build's programs; compiles them if needed, which takes minutes."""
+def build(cache: Path, name: str, *programs: str) -> Path:
+    """Folder of a build's programs; compiles them if needed, which takes minutes.
+
+    Args:
+        programs: Those that are needed; all of the build's if none is named.
+    """
     tree, folder = source(cache), cache / f"build-{VERSION}-{name}"
-    if all((folder / "bin" / program).exists() for program in BUILDS[name]):
+    programs = programs or BUILDS[name]
+    if all((folder / "bin" / program).exists() for program in programs):
         return folder / "bin"
     generator = ["-GNinja"] if shutil.which("ninja") else []
     subprocess.run(
@@ -93,7 +98,7 @@ def build(cache: Path, name: str) -> Path:
         check=True,
     )
     subprocess.run(
-        ["cmake", "--build", str(folder), "-j", str(os.cpu_count()), "--target", *BUILDS[name]],
+        ["cmake", "--build", str(folder), "-j", str(os.cpu_count()), "--target", *programs],
         check=True,
     )
     return folder / "bin"

@@ -13,8 +13,8 @@ PAIRS = {"f32": "float32, f32", "bf16": "bfloat16, bf16", "8bit": "8 bits, q8_0"
          "4bit": "4 bits, q4_0"}  # fmt: skip
 # Results of each kind of processor (`llama_peer.processor_kind`) have their own tables. The kind
 # ends the keys of cells: "1b/4bit/2/prefill@amx".
-KINDS = {"": "Processors without AMX", "avx2": "Processors with AVX2 only",
-         "amx": "Processors with AMX"}  # fmt: skip
+KINDS = {"": "Processors without AMX", "no-amx": "Processors with AMX, which neither side uses",
+         "avx2": "Processors with AVX2 only", "amx": "Processors with AMX"}  # fmt: skip
 DISTURBED, MARK = 1.0, "†"  # with more cores used by others, a ratio is not worth showing
 # Target ratios (of speeds; for memory, of bytes), by shape and format.
 RATIOS = {

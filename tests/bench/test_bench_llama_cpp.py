@@ -347,6 +347,9 @@ def test_settings_without_avx512_name_it_to_both_sides(bench, tmp_path) -> None:
     narrow = bench.cpp.Setting("1b", "4bit", 2, tmp_path, kind="avx2")
     assert narrow.builds() == {"native": "avx2"}
     assert narrow.environ["MLX_PAGED_SIMD"] == "avx2"
+    without_tiles = bench.cpp.Setting("1b", "4bit", 2, tmp_path, kind="no-amx")
+    assert without_tiles.builds() == {"native": "no-amx"}
+    assert without_tiles.environ["MLX_PAGED_SIMD"] == "avx512bf16"
     assert narrow.environ["OPENBLAS_CORETYPE"] == "Haswell"
     wide = bench.cpp.Setting("1b", "4bit", 2, tmp_path, kind="amx")
     assert list(wide.builds()) == ["native", "no-amx"]
