@@ -168,6 +168,7 @@ def children_without_torch() -> None:
     """
     site = str(Path(__file__).parent / "support" / "child_site")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+    sys.path.append(site)  # which an engine's other ranks get as their PYTHONPATH
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.adapters import random_layers, write_mlx, write_peft
 from support.eagle3 import make_eagle3
+from support.interpreters import python_path
 from support.models import embedded, save_tiny, tiny_config, tiny_model
 from support.ports import free_ports
 from support.rank_driver import answers
@@ -72,7 +73,7 @@ class Driver:
                 **os.environ,
                 "MLX_PAGED_NUM_THREADS": "1",
                 **environment,
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), *sys.path])),
+                "PYTHONPATH": python_path(TESTS, TESTS.parent),
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

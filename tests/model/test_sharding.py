@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import _get_classes
+from support.interpreters import python_path
 from support.models import tiny_config, tiny_model
 from support.pipelined import OneOf
 from support.ports import free_ports
@@ -55,7 +56,7 @@ def ranks_compare(families: tuple[str, ...], folder: Path) -> list[dict[str, Any
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hosts),
                 "MLX_PAGED_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), *sys.path])),
+                "PYTHONPATH": python_path(TESTS, TESTS.parent),
             },
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
