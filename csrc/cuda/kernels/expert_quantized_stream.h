@@ -46,7 +46,6 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
         [=](bool is_up, bool is_bias) {
           return is_up ? (is_bias ? biases_1 : scales_1) : is_bias ? biases_0 : scales_0;
         },
-        [] { paged::wait_for_kernel_before(); },
         [&](const auto& turn) {
           __syncwarp();  // The barrier expects the bytes.
           const unsigned int xs = stream.xs_of(turn);

@@ -34,9 +34,7 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
     stream.copy_rows(maps.x, turn, stream.xs_of(turn), item.first);
   };
   if (threadIdx.x == 0) {
-    stream.copy(
-        params.product, maps, first_row, Stream::kXBytes, 0, scales_of_part,
-        [] { paged::wait_for_kernel_before(); }, copy_x);
+    stream.copy(params.product, maps, first_row, Stream::kXBytes, 0, scales_of_part, copy_x);
   }
   const typename Stream::Sources sources = stream.sources_of(params.product, maps, first_row);
   typename Stream::Sums sums = {};

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
         ring.copy(stage, tile, &maps.x, column, item.first, often);
       }
     };
-    copy_turns<kStages>(num_turns, copy_weights, [] { paged::wait_for_kernel_before(); }, copy_x);
+    copy_turns<kStages>(num_turns, copy_weights, copy_x);
   }
 
   float sums[TILES][4] = {};

@@ -218,13 +218,13 @@ struct QuantizedStream {
   }
 
   // Copies everything this block reads; with WGMMA, only the first stages. Called by one warp or by
-  // its first thread alone. The weight starts at row `first_row` of its arrays. Each lane calls
-  // `wait_for_x()`, then `copy_x(turn)`, which copies `x_bytes`. WHOLE: `scales_of_part(is_up,
-  // is_bias)` returns the start of an array.
-  template <typename Scales, typename Wait, typename CopyX>
+  // its first thread alone. The weight starts at row `first_row` of its arrays. Each lane waits for
+  // the kernel that writes x, and then calls `copy_x(turn)`, which copies `x_bytes`. WHOLE:
+  // `scales_of_part(is_up, is_bias)` returns the start of an array.
+  template <typename Scales, typename CopyX>
   __device__ __forceinline__ void copy(
       const LinearParams& params, const QuantizedMaps& maps, int first_row, int x_bytes, int lane,
-      Scales scales_of_part, Wait wait_for_x, CopyX copy_x) const {
+      Scales scales_of_part, CopyX copy_x) const {
     const Sources from = sources_of(params, maps, first_row);
     auto copy_of_weight = [&](const Turn& turn) {
       if (lane == 0) {
@@ -236,7 +236,7 @@ struct QuantizedStream {
     for (; turn.number < ahead; turn.advance()) {
       copy_of_weight(turn);  // No kernel writes weights, so this need not wait.
     }
-    wait_for_x();
+    paged::begin_after_kernel_before();
     for (Turn again = first_turn(); again.number < ahead; again.advance()) {
       copy_x(again);
     }
@@ -714,10 +714,6 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
   if (threadIdx.x == 32 * Stream::kMultipliers) {
     stream.copy(
         params, maps, 0, Stream::kXBytes, 0, [](bool, bool) { return nullptr; },
-        [] {
-          paged::let_next_kernel_begin();
-          paged::wait_for_kernel_before();
-        },
         [&](const auto& turn) {
           stream.copy_rows(maps.x, turn, stream.xs_of(turn), Stream::first_x());
         });
@@ -751,13 +747,7 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
   };
   stream.begin();
   if (threadIdx.x == 0) {
-    stream.copy(
-        params, maps, 0, Stream::kXBytes, 0, no_parts,
-        [] {
-          paged::let_next_kernel_begin();
-          paged::wait_for_kernel_before();
-        },
-        copy_x);
+    stream.copy(params, maps, 0, Stream::kXBytes, 0, no_parts, copy_x);
   }
   stream.fetch_adapters(params, adapter_operands);
   if (TILES <= kAdapterUnitTiles && int(blockIdx.x) < params.adapters.num_units) {

@@ -152,16 +152,15 @@ __device__ __forceinline__ void multiply_parts_together(
 }
 #endif
 
-// Copies the operands of every turn. Starts the first turns' weights before it waits for x. Called
-// by the producer.
-template <int STAGES, typename CopyWeights, typename Wait, typename CopyX>
-__device__ __forceinline__ void copy_turns(
-    int num_turns, CopyWeights copy_weights, Wait wait_for_x, CopyX copy_x) {
+// Copies the operands of every turn. Starts the first turns' weights before it waits for the kernel
+// that writes x. Called by the producer.
+template <int STAGES, typename CopyWeights, typename CopyX>
+__device__ __forceinline__ void copy_turns(int num_turns, CopyWeights copy_weights, CopyX copy_x) {
   const int ahead = min(STAGES, num_turns);
   for (int turn = 0; turn < ahead; turn++) {
     copy_weights(turn);
   }
-  wait_for_x();
+  paged::begin_after_kernel_before();
   for (int turn = 0; turn < ahead; turn++) {
     copy_x(turn);
   }
@@ -250,13 +249,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       const unsigned int tile = tiles + stage * kStageBytes + kStreamRows * kLinearChunk * 2;
       ring.copy(stage, tile, &maps.x, (first_chunk + turn) * kLinearChunk, 0, often);
     };
-    copy_turns<kStages>(
-        num_turns, copy_weights,
-        [] {
-          paged::let_next_kernel_begin();
-          paged::wait_for_kernel_before();
-        },
-        copy_x);
+    copy_turns<kStages>(num_turns, copy_weights, copy_x);
     if (params.adapters.count > 0) {
       finished_blocks(params, adapter_operands).wait();
     }
