@@ -53,7 +53,7 @@ constexpr int kUnknown = 1 << 30;
 
 struct Rows {
   int fewest = std::numeric_limits<int>::max();
-  int most = 0;
+  int max_rows = 0;
 };
 
 struct PlanSummary {
@@ -220,7 +220,7 @@ PlanSummary read_plan(const Arrays& in, const LayerShape& layer) {
     plan.max_written = std::max(plan.max_written, written);
     auto& range = plan.variants[variant_of(rows)];
     range.fewest = std::min(range.fewest, rows);
-    range.most = std::max(range.most, rows);
+    range.max_rows = std::max(range.max_rows, rows);
     if (work[i].partial_begin < 0) {
       plan.covered_rows += rows;
     } else {
@@ -523,7 +523,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     params.max_blocks = in[kTables].shape(1);
     params.num_partials = plan.num_partials;
     params.min_rows = rows.fewest;
-    params.max_rows = rows.most;
+    params.max_rows = rows.max_rows;
     params.options = options;
     params.key_format = int(format_of(keys.dtype()));
     params.value_format = int(format_of(in[kValuePool].dtype()));
@@ -540,7 +540,7 @@ LaunchList PagedAttention::launches(const Arrays& in, const Arrays& out, Gpu gpu
     launch.buffers.push_back({output, Access::write, out[0].nbytes()});
     launch.buffers.push_back({workspace, Access::write, list.workspaces[0]});
     launch.constants = bytes_of(params);
-    int tiles = paged::ceil_div(rows.most * (num_q_heads / num_kv_heads), variant.queries);
+    int tiles = paged::ceil_div(rows.max_rows * (num_q_heads / num_kv_heads), variant.queries);
     launch.grid = {uint32_t(num_items), uint32_t(num_kv_heads), uint32_t(tiles)};
     launch.kernel = kernel_of(variant, gpu, dtype, key_dim, value_dim);
     launch.function_constants = constants;

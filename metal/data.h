@@ -196,9 +196,9 @@ take_rows(
   if (element >= uint(params.size)) {
     return;
   }
-  uint place = element / uint(params.width);
-  ulong batch = place / uint(params.num_ids);
-  ulong row = batch * params.num_rows + ids[place];
+  uint entry = element / uint(params.width);
+  ulong batch = entry / uint(params.num_ids);
+  ulong row = batch * params.num_rows + ids[entry];
   out[element] = a[row * params.width + element % uint(params.width)];
 }
 

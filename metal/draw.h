@@ -73,13 +73,13 @@ struct RowDraw {
   template <int N>
   METAL_FUNC void see_pairs(
       int pair, thread const float* first, thread const float* second) thread {
-    float most = max(first[0], second[0]);
+    float highest = max(first[0], second[0]);
     PAGED_UNROLL
     for (int i = 1; i < N; i++) {
-      most = max(most, max(first[i], second[i]));
+      highest = max(highest, max(first[i], second[i]));
     }
-    most = scaled(most);
-    if (most < threshold || most + max_noise() < bar) {
+    highest = scaled(highest);
+    if (highest < threshold || highest + max_noise() < bar) {
       return;
     }
     PAGED_UNROLL
@@ -121,7 +121,7 @@ draw_tokens(
   draw.num_pairs = params.vocab_size / 2;
   draw.apart = params.vocab_size - draw.num_pairs;
   draw.best.value = -INFINITY;
-  draw.best.place = params.vocab_size;
+  draw.best.index = params.vocab_size;
   draw.set_bar(greedy[row]);
   device const T* first = logits + row * params.vocab_size;
   device const T* second = first + draw.apart;
@@ -150,7 +150,7 @@ draw_tokens(
   if (lane == 0) {
     device DrawnToken* found = parts + row * params.num_parts + part;
     found->score = draw.best.value;
-    found->token = draw.best.place;
+    found->token = draw.best.index;
   }
 }
 
@@ -174,6 +174,6 @@ merge_draws(
   }
   best.join_lanes();
   if (lane == 0) {
-    tokens[row] = best.value > -INFINITY ? best.place : greedy[row];
+    tokens[row] = best.value > -INFINITY ? best.index : greedy[row];
   }
 }

@@ -19,16 +19,16 @@ using namespace metal;
 
 namespace paged {
 
-// Largest key so far and its place. Of equal keys, keeps the last or the first.
+// Largest key so far and its index. Of equal keys, keeps the last or the first.
 struct LargestKey {
   uint key;
-  int place;
+  int index;
 
-  METAL_FUNC void see(uint other, int other_place, bool prefers_last) thread {
-    bool is_later = other_place > place;
+  METAL_FUNC void see(uint other, int other_index, bool prefers_last) thread {
+    bool is_later = other_index > index;
     if (other > key || (other == key && is_later == prefers_last)) {
       key = other;
-      place = other_place;
+      index = other_index;
     }
   }
 };
@@ -43,10 +43,10 @@ METAL_FUNC uint sort_key(float value) {
 }  // namespace paged
 
 // Routes rows to experts. From the router's logits it computes the weight of each pair, the pairs
-// sorted by expert (`sorted_pairs`: row * top_k + i by place), and items of up to `item_rows` pairs
-// of one expert (`items`: expert, first place, count; count 0 past the last). Experts of a row, and
-// ties, are ordered as in a stable sort whose first or last `top_k` are taken.
-// grid: one threadgroup.
+// sorted by expert (`sorted_pairs`: row * top_k + i in sorted order), and items of up to
+// `item_rows` pairs of one expert (`items`: expert, first index, count; count 0 past the last).
+// Experts of a row, and ties, are ordered as in a stable sort whose first or last `top_k` are
+// taken. grid: one threadgroup.
 template <typename T>
 PAGED_KERNEL(paged::ROUTE_THREADS)
 route_experts(
@@ -105,27 +105,27 @@ route_experts(
       PAGED_UNROLL
       for (ushort offset = 16; offset > 0; offset /= 2) {
         best.see(
-            simd_shuffle_xor(best.key, offset), simd_shuffle_xor(best.place, offset),
+            simd_shuffle_xor(best.key, offset), simd_shuffle_xor(best.index, offset),
             params.takes_last);
       }
       float value = 0.0f;
       PAGED_UNROLL
       for (int i = 0; i < ROUTE_CHUNKS; i++) {
-        if (int(lane) + 32 * i == best.place) {
+        if (int(lane) + 32 * i == best.index) {
           value = values[i];
           keys[i] = 0u;
         }
       }
-      value = simd_shuffle(value, ushort(best.place % 32));
+      value = simd_shuffle(value, ushort(best.index % 32));
       if (int(lane) == (params.takes_last ? top_k - 1 - pair : pair)) {
-        expert = best.place;
+        expert = best.index;
         score = value;
       }
     }
     bool is_pair = int(lane) < top_k;
     if (!params.softmax_first) {
-      float most = simd_max(is_pair ? score : -INFINITY);
-      score = is_pair ? precise::exp(score - most) : 0.0f;
+      float highest = simd_max(is_pair ? score : -INFINITY);
+      score = is_pair ? precise::exp(score - highest) : 0.0f;
       score = rounded<T>(score * (1.0f / simd_sum(score)));
     }
     if (params.normalizes) {
@@ -154,12 +154,12 @@ route_experts(
     for (int other = 0; other < expert; other++) {
       before += totals[other];
     }
-    int place = before & 0xffff;
+    int index = before & 0xffff;
     int item = before >> 16;
     int count = totals[expert] & 0xffff;
     for (int i = 0; i < count; i += params.item_rows) {
       items[3 * item] = expert;
-      items[3 * item + 1] = place + i;
+      items[3 * item + 1] = index + i;
       items[3 * item + 2] = min(count - i, params.item_rows);
       item++;
     }
@@ -169,8 +169,8 @@ route_experts(
       PAGED_UNROLL
       for (int e = 0; e < 4; e++) {
         if (others[e] == expert) {
-          sorted_pairs[place] = 4 * f + e;
-          place++;
+          sorted_pairs[index] = 4 * f + e;
+          index++;
         }
       }
     }
@@ -183,9 +183,9 @@ route_experts(
 }
 
 // Computes out = x @ weight[expert].T + bias[expert] for an item's pairs, at most ROWS; a
-// threadgroup reads its rows of the weight once for all of them. Rows of x are by place, or by row
-// of the step (`gathers`); rows of `out` are by place, or by pair in row order (`scatters`).
-// grid: (rows of an expert's weight / those of a threadgroup rounded up, items).
+// threadgroup reads its rows of the weight once for all of them. Rows of x are in sorted order, or
+// by row of the step (`gathers`); rows of `out` are in sorted order, or by pair in row order
+// (`scatters`). grid: (rows of an expert's weight / those of a threadgroup rounded up, items).
 template <typename T, typename Weight, int ROWS>
 PAGED_KERNEL(32 * paged::PRODUCT_SIMD_GROUPS)
 expert_rows(
@@ -208,8 +208,8 @@ expert_rows(
   int rows[ROWS];
   PAGED_UNROLL
   for (int i = 0; i < ROWS; i++) {
-    int place = first + min(i, count - 1);
-    rows[i] = params.gathers ? sorted_pairs[place] / params.top_k : place;
+    int index = first + min(i, count - 1);
+    rows[i] = params.gathers ? sorted_pairs[index] / params.top_k : index;
   }
   WeightRows weights = {
       weight, scales, biases, of_expert, params.k / Weight::unit_size(), params.group_shift};
@@ -226,8 +226,8 @@ expert_rows(
         if (params.has_bias) {
           sum = rounded<T>(sum) + float(bias[of_expert + c]);
         }
-        int place = first + i;
-        int row = params.scatters ? sorted_pairs[place] : place;
+        int index = first + i;
+        int row = params.scatters ? sorted_pairs[index] : index;
         out[ulong(row) * params.n + column + c] = T(sum);
       }
     }

@@ -12,22 +12,22 @@ using namespace metal;
 
 namespace paged {
 
-// Largest number so far and its first place.
+// Largest number so far and its first index.
 struct FirstMaximum {
   float value;
-  int place;
+  int index;
 
   METAL_FUNC void see(float number, int at) thread {
     if (number > value) {
       value = number;
-      place = at;
+      index = at;
     }
   }
 
-  METAL_FUNC void join(float other, int other_place) thread {
-    if (other > value || (other == value && other_place < place)) {
+  METAL_FUNC void join(float other, int other_index) thread {
+    if (other > value || (other == value && other_index < index)) {
       value = other;
-      place = other_place;
+      index = other_index;
     }
   }
 
@@ -35,7 +35,7 @@ struct FirstMaximum {
   METAL_FUNC void join_lanes() thread {
     PAGED_UNROLL
     for (ushort offset = 16; offset > 0; offset /= 2) {
-      join(simd_shuffle_xor(value, offset), simd_shuffle_xor(place, offset));
+      join(simd_shuffle_xor(value, offset), simd_shuffle_xor(index, offset));
     }
   }
 };

@@ -15,7 +15,7 @@ using namespace metal;
 
 namespace paged {
 
-// Largest logit so far and its first place. Tracks NaNs separately.
+// Largest logit so far and its first index. Tracks NaNs separately.
 struct LargestLogit {
   FirstMaximum first;
   int has_nan;
@@ -26,9 +26,9 @@ struct LargestLogit {
     first.see(logit, at);
   }
 
-  METAL_FUNC void join(float other, int other_place, int other_has_nan) thread {
+  METAL_FUNC void join(float other, int other_index, int other_has_nan) thread {
     has_nan |= other_has_nan;
-    first.join(other, other_place);
+    first.join(other, other_index);
   }
 };
 
@@ -53,13 +53,13 @@ greedy_tokens(
   PAGED_UNROLL
   for (ushort offset = 16; offset > 0; offset /= 2) {
     best.join(
-        simd_shuffle_xor(best.first.value, offset), simd_shuffle_xor(best.first.place, offset),
+        simd_shuffle_xor(best.first.value, offset), simd_shuffle_xor(best.first.index, offset),
         simd_shuffle_xor(best.has_nan, offset));
   }
   int num_parts = threads / 32;
   if (lane == 0) {
     parts[simd_id] = best.first.value;
-    parts[num_parts + int(simd_id)] = as_type<float>(best.first.place);
+    parts[num_parts + int(simd_id)] = as_type<float>(best.first.index);
     parts[2 * num_parts + int(simd_id)] = as_type<float>(best.has_nan);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -70,7 +70,7 @@ greedy_tokens(
     best.join(parts[i], as_type<int>(parts[num_parts + i]), as_type<int>(parts[2 * num_parts + i]));
   }
   FirstMaximum first = best.first;
-  int token = first.place < params.vocab_size ? first.place : 0;  // all are -inf or NaN
+  int token = first.index < params.vocab_size ? first.index : 0;  // all are -inf or NaN
   bool is_finite = !best.has_nan && first.value > -INFINITY && first.value < INFINITY;
   tokens[group_id.x] = token;
   largest[group_id.x] = best.has_nan ? NAN : first.value;

@@ -13,7 +13,7 @@ using namespace metal;
 
 namespace paged {
 
-// Calls `visitor.see(logit, place)` for this thread's share of a row. Each thread keeps several
+// Calls `visitor.see(logit, index)` for this thread's share of a row. Each thread keeps several
 // loads of 16 bytes in flight. A row whose size is not a multiple of 16 bytes is read by element,
 // because it can start anywhere.
 template <typename T, typename Visitor>

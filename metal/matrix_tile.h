@@ -97,10 +97,10 @@ struct TileLoader {
       Source at = source_of(i, first, end, slice, thread_id);
       chunks[i] = uint4(0);
       if (at.exists) {
-        CodePlace place = code_place(table, at.token, num_heads, head, format, dim);
-        chunks[i] = load_codes<T>(pool, place, at.element, format);
+        CodeOffsets offsets = code_offsets(table, at.token, num_heads, head, format, dim);
+        chunks[i] = load_codes<T>(pool, offsets, at.element, format);
         if (format == FORMAT_INT4 && at.chunk % GROUP_CHUNKS == 0) {
-          chunks[i].z = load_group(pool, place, at.element);
+          chunks[i].z = load_group(pool, offsets, at.element);
         }
       }
       if (format == FORMAT_INT4) {

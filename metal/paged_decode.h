@@ -69,21 +69,21 @@ struct DecodeLane {
       constant AttentionParams& params, uint lane, thread uint4* chunks) {
     constexpr int GROUP_LANES = CODE_GROUP / CHUNK;
     int index = lane % TOKEN_LANES;
-    CodePlace place = {0, 0};
+    CodeOffsets offsets = {0, 0};
     if (exists) {
-      place = code_place(table, token, params.num_kv_heads, kv_head, format, DIM);
+      offsets = code_offsets(table, token, params.num_kv_heads, kv_head, format, DIM);
     }
     PAGED_UNROLL
     for (int c = 0; c < CHUNKS; c++) {
       bool here = exists && element(c, index) < DIM;
       chunks[c] = uint4(0);
       if (here) {
-        chunks[c] = load_codes<T>(pool, place, element(c, index), format);
+        chunks[c] = load_codes<T>(pool, offsets, element(c, index), format);
       }
       if (format == FORMAT_INT4) {
         uint group = 0;
         if (here && index % GROUP_LANES == 0) {
-          group = load_group(pool, place, element(c, index));
+          group = load_group(pool, offsets, element(c, index));
         }
         chunks[c].z = simd_shuffle(group, ushort(int(lane) - index % GROUP_LANES));
       }
@@ -91,7 +91,7 @@ struct DecodeLane {
     float scale = 0.0f;
     if (format == FORMAT_INT8) {
       if (exists && index == 0) {
-        scale = load_scale(pool, place);
+        scale = load_scale(pool, offsets);
       }
       scale = simd_shuffle(scale, ushort(int(lane) - index));
     }

@@ -20,44 +20,45 @@ using namespace metal;
 namespace paged {
 
 // Byte offsets of one head of a token within the pool.
-struct CodePlace {
+struct CodeOffsets {
   ulong codes;
   ulong scales;
 };
 
-METAL_FUNC CodePlace
-code_place(ulong block, int in_block, int shift, int heads, int head, int format, int dim) {
+METAL_FUNC CodeOffsets
+code_offsets(ulong block, int in_block, int shift, int heads, int head, int format, int dim) {
   int size = code_bytes(format, dim);
   int tail = tail_bytes(format, dim);
   ulong rows = ulong(heads) << shift;
   ulong begin = block * (rows * ulong(size + tail));
-  CodePlace place;
-  place.codes = begin + ulong(in_block * heads + head) * ulong(size);
-  place.scales = begin + rows * ulong(size) + ulong((head << shift) + in_block) * ulong(tail);
-  return place;
+  CodeOffsets offsets;
+  offsets.codes = begin + ulong(in_block * heads + head) * ulong(size);
+  offsets.scales = begin + rows * ulong(size) + ulong((head << shift) + in_block) * ulong(tail);
+  return offsets;
 }
 
-METAL_FUNC CodePlace
-code_place(BlockTable table, int token, int heads, int head, int format, int dim) {
+METAL_FUNC CodeOffsets
+code_offsets(BlockTable table, int token, int heads, int head, int format, int dim) {
   int in_block = token & ((1 << table.shift) - 1);
-  return code_place(
+  return code_offsets(
       ulong(table.blocks[token >> table.shift]), in_block, table.shift, heads, head, format, dim);
 }
 
 // Loads the codes of a chunk of elements from `element` on.
 template <typename T>
-METAL_FUNC uint4 load_codes(device const uchar* pool, CodePlace place, int element, int format) {
+METAL_FUNC uint4
+load_codes(device const uchar* pool, CodeOffsets offsets, int element, int format) {
   uint4 chunk = uint4(0);
   constexpr bool WIDE = chunk_size<T>() == 8;
   if (format == FORMAT_INT4) {
-    device const uchar* from = pool + place.codes + element / 2;
+    device const uchar* from = pool + offsets.codes + element / 2;
     if (WIDE) {
       chunk.x = *(device const uint*)from;
     } else {
       chunk.x = uint(*(device const ushort*)from);
     }
   } else {
-    device const uchar* from = pool + place.codes + element;
+    device const uchar* from = pool + offsets.codes + element;
     if (WIDE) {
       uint2 both = *(device const uint2*)from;
       chunk.x = both.x;
@@ -70,13 +71,13 @@ METAL_FUNC uint4 load_codes(device const uchar* pool, CodePlace place, int eleme
 }
 
 // Loads the scale (lower half) and the minimum of an element's int4 group.
-METAL_FUNC uint load_group(device const uchar* pool, CodePlace place, int element) {
-  return *(device const uint*)(pool + place.scales + element / CODE_GROUP * 4);
+METAL_FUNC uint load_group(device const uchar* pool, CodeOffsets offsets, int element) {
+  return *(device const uint*)(pool + offsets.scales + element / CODE_GROUP * 4);
 }
 
 // Loads the scale of an int8 head.
-METAL_FUNC float load_scale(device const uchar* pool, CodePlace place) {
-  return float(*(device const half*)(pool + place.scales));
+METAL_FUNC float load_scale(device const uchar* pool, CodeOffsets offsets) {
+  return float(*(device const half*)(pool + offsets.scales));
 }
 
 METAL_FUNC float from_e4m3(uint code) {
@@ -145,14 +146,15 @@ METAL_FUNC void load_scales(
   if (key_format(params) == FORMAT_INT8) {
     scales[0] =
         token < end
-            ? load_scale(key_pool, code_place(table, token, heads, kv_head, FORMAT_INT8, key_dim))
+            ? load_scale(key_pool, code_offsets(table, token, heads, kv_head, FORMAT_INT8, key_dim))
             : 0.0f;
   }
   if (value_format(params) == FORMAT_INT8) {
-    scales[1] = token < end ? load_scale(
-                                  value_pool,
-                                  code_place(table, token, heads, kv_head, FORMAT_INT8, value_dim))
-                            : 0.0f;
+    scales[1] =
+        token < end
+            ? load_scale(
+                  value_pool, code_offsets(table, token, heads, kv_head, FORMAT_INT8, value_dim))
+            : 0.0f;
   }
 }
 

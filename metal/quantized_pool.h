@@ -138,10 +138,10 @@ METAL_FUNC uint to_e4m3(float x) {
 
 template <int PARTS>
 METAL_FUNC void encode(
-    thread const HeadRow<PARTS>& row, device uchar* pool, CodePlace place, int format, int dim,
+    thread const HeadRow<PARTS>& row, device uchar* pool, CodeOffsets offsets, int format, int dim,
     uint lane) {
-  device uchar* codes = pool + place.codes;
-  device half* scales = (device half*)(pool + place.scales);
+  device uchar* codes = pool + offsets.codes;
+  device half* scales = (device half*)(pool + offsets.scales);
   if (format == FORMAT_INT8) {
     float largest = 0.0f;
     bool finite = true;
@@ -173,9 +173,9 @@ METAL_FUNC void encode(
         int d = 32 * i + int(lane);
         bool exists = d < dim;
         bool finite = simd_all(is_finite_number(row.x[i]));
-        float least = simd_min(exists ? row.x[i] : INFINITY);
+        float lowest = simd_min(exists ? row.x[i] : INFINITY);
         float largest = simd_max(exists ? row.x[i] : -INFINITY);
-        ushort minimum = finite ? half_below(least) : ushort(HALF_NAN);
+        ushort minimum = finite ? half_below(lowest) : ushort(HALF_NAN);
         float base = float(as_type<half>(minimum));
         ushort scale = finite ? half_above((largest - base) / 15.0f) : ushort(HALF_NAN);
         float size = float(as_type<half>(scale));
@@ -205,7 +205,7 @@ METAL_FUNC void encode(
 
 template <int PARTS>
 METAL_FUNC void decode(
-    thread HeadRow<PARTS>& row, device const uchar* pool, CodePlace place, int format, int dim,
+    thread HeadRow<PARTS>& row, device const uchar* pool, CodeOffsets offsets, int format, int dim,
     uint lane) {
   PAGED_UNROLL
   for (int i = 0; i < PARTS; i++) {
@@ -213,14 +213,14 @@ METAL_FUNC void decode(
     row.x[i] = 0.0f;
     if (d < dim) {
       if (format == FORMAT_INT8) {
-        int code = int(((device const char*)(pool + place.codes))[d]);
-        row.x[i] = float(code) * load_scale(pool, place);
+        int code = int(((device const char*)(pool + offsets.codes))[d]);
+        row.x[i] = float(code) * load_scale(pool, offsets);
       } else if (format == FORMAT_INT4) {
-        uint pair = pool[place.codes + d / 2];
-        half2 group = as_type<half2>(load_group(pool, place, d));
+        uint pair = pool[offsets.codes + d / 2];
+        half2 group = as_type<half2>(load_group(pool, offsets, d));
         row.x[i] = fma(float((pair >> (4 * (d % 2))) & 15), float(group.x), float(group.y));
       } else {
-        row.x[i] = from_e4m3(pool[place.codes + d]);
+        row.x[i] = from_e4m3(pool[offsets.codes + d]);
       }
     }
   }
@@ -228,7 +228,7 @@ METAL_FUNC void decode(
 
 }  // namespace paged
 
-// Quantizes each token's key and value into its slot, in place.
+// Quantizes each token's key and value into its slot, in offsets.
 // grid: (KV heads of keys, then of values, / 8 rounded up, tokens).
 template <typename T, int PARTS>
 PAGED_KERNEL(paged::DATA_THREADS)
@@ -254,10 +254,10 @@ quantize_kv(
   if (is_key && rotates_keys(format)) {
     row.rotate(dim, lane);
   }
-  CodePlace place = code_place(
+  CodeOffsets offsets = code_offsets(
       ulong(slot >> params.block_shift), slot & ((1 << params.block_shift) - 1), params.block_shift,
       params.num_kv_heads, head, format, dim);
-  encode(row, is_key ? key_pool : value_pool, place, format, dim, lane);
+  encode(row, is_key ? key_pool : value_pool, offsets, format, dim, lane);
 }
 
 // Gathers keys or values of whole sequences into a dense [num_seqs, num_kv_heads, max_context_len,
@@ -281,9 +281,9 @@ gather_quantized(
   HeadRow<PARTS> row;
   if (token < context_lens[sequence]) {
     BlockTable table = {block_tables + sequence * params.max_blocks, params.block_shift};
-    CodePlace place =
-        code_place(table, token, params.num_kv_heads, head, params.format, params.dim);
-    decode(row, pool, place, params.format, params.dim, lane);
+    CodeOffsets offsets =
+        code_offsets(table, token, params.num_kv_heads, head, params.format, params.dim);
+    decode(row, pool, offsets, params.format, params.dim, lane);
     if (params.rotated) {
       row.rotate_back(params.dim, lane);
     }

@@ -153,20 +153,20 @@ struct BinAdder {
   ThresholdScratch scratch;
   // A product takes fewer instructions than a quotient, and tells most logits outside the bins.
   float inverse;
-  float least;
-  float most;
+  float low;
+  float high;
 
   METAL_FUNC BinAdder(
       KeyBins bins, Weight weight, float largest, float temperature, ThresholdScratch scratch)
       : bins(bins), weight(weight), largest(largest), temperature(temperature), scratch(scratch) {
     inverse = 1.0f / temperature;
-    least = logit_of(bins.last) * 1.000001f - 1e-30f;
-    most = logit_of(bins.first) * 0.999999f + 1e-30f;
+    low = logit_of(bins.last) * 1.000001f - 1e-30f;
+    high = logit_of(bins.first) * 0.999999f + 1e-30f;
   }
 
   METAL_FUNC void see(float logit, int) thread {
     float rough = (logit - largest) * inverse;
-    if (rough < least || rough > most) {
+    if (rough < low || rough > high) {
       return;
     }
     float scaled = (logit - largest) / temperature;

@@ -16,7 +16,7 @@ namespace mlx_paged::cuda {
 using CodeOrder = ColumnOrder;
 
 // Place of pair `pair` among the eight columns from `column` on.
-constexpr int place_of_pair(CodeOrder order, int column, int pair) {
+constexpr int index_of_pair(CodeOrder order, int column, int pair) {
   const int in_run = column & (order.run - 1);
   const bool has_two = order.run == 64;  // pieces per lane
   const int lane = has_two ? in_run / 16 : in_run / 8;
@@ -29,7 +29,7 @@ constexpr int ordered_column(CodeOrder order, int column) {
   const int in_piece = column & 7;
   // One bit selects the element of a pair; the others select the pair.
   const int pair = (in_piece & (order.apart - 1)) | (in_piece / 2 & -order.apart);
-  return place_of_pair(order, column - in_piece, pair) + ((in_piece & order.apart) != 0);
+  return index_of_pair(order, column - in_piece, pair) + ((in_piece & order.apart) != 0);
 }
 
 }  // namespace mlx_paged::cuda

@@ -60,7 +60,7 @@ struct ExpertProductParams {
   LinearParams product;  // for one expert; x has one row per row of the step, or one per pair
   int num_tiles;         // in an expert's weight
   int top_k;
-  int is_first;  // gathers x by row and stores results by place; otherwise the reverse
+  int is_first;  // gathers x by row and stores results in sorted order; otherwise the reverse
 };
 static_assert(sizeof(ExpertProductParams) == 108, "the same for every compiler");
 

@@ -81,8 +81,8 @@ void put_adapters_first(Launch& launch, LinearParams& params, int cluster, bool 
     adapters.num_blocks = int(div_up(adapters.num_units, cluster)) * cluster;
   };
   // Clusters of eight leave four of a GPC's 36 places empty.
-  int most = in_blocks && cluster == 8 ? kStreamMaxBlocks / 33 * 32 : kStreamMaxBlocks;
-  auto fit = [&] { return int(launch.grid[0]) + adapters.num_blocks <= most; };
+  int max_blocks = in_blocks && cluster == 8 ? kStreamMaxBlocks / 33 * 32 : kStreamMaxBlocks;
+  auto fit = [&] { return int(launch.grid[0]) + adapters.num_blocks <= max_blocks; };
   set_blocks();
   while (rows < num_rows && !fit()) {
     rows *= 2;
@@ -229,8 +229,8 @@ int quantized_max_rows(CodeFormat format, const WeightCodes& codes, int k, TmaKe
   if (tma < TmaKernels::any || !streams_quantized(format, codes, k)) {
     return kLinearMaxRows;
   }
-  const int most = tma == TmaKernels::wgmma ? kQuantizedMaxRows : kLibraryMaxRows;
-  return std::clamp(setting("MLX_PAGED_QUANTIZED_ROWS", most), kLinearMaxRows, most);
+  const int max_rows = tma == TmaKernels::wgmma ? kQuantizedMaxRows : kLibraryMaxRows;
+  return std::clamp(setting("MLX_PAGED_QUANTIZED_ROWS", max_rows), kLinearMaxRows, max_rows);
 }
 
 // True if linear_quantized_wgmma serves the product.

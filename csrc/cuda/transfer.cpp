@@ -81,7 +81,7 @@ class StagingPool {
 };
 
 // Sets `a` on pinned memory and keeps that memory alive.
-void place(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
+void set_pinned_data(mx::array& a, std::shared_ptr<std::byte> pinned, size_t bytes) {
   auto* buffer = new mx::cu::CudaBuffer{pinned.get(), bytes, -1};
   auto free = [pinned = std::move(pinned)](mx::allocator::Buffer owned) {
     delete static_cast<mx::cu::CudaBuffer*>(owned.ptr());
@@ -140,7 +140,7 @@ Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_, bool 
   }
   if (stays) {
     mx::array pinned(mx::Shape{int(bytes / 4)}, mx::int32, nullptr, {});
-    place(pinned, std::move(staged), bytes);
+    set_pinned_data(pinned, std::move(staged), bytes);
     Arrays out;
     for (size_t i = 0; i < arrays.size(); i++) {
       out.emplace_back(shapes[i], dtypes[i], nullptr, Arrays{});
@@ -157,7 +157,7 @@ Arrays upload(const std::vector<HostArray>& arrays, mx::StreamOrDevice s_, bool 
 void Upload::eval_gpu(const Arrays&, Arrays& out) {
   mx::Shape words{int(bytes_ / 4)};
   mx::array pinned(words, mx::int32, nullptr, {});
-  place(pinned, staged_, bytes_);
+  set_pinned_data(pinned, staged_, bytes_);
   mx::array device(words, mx::int32, nullptr, {});
   gpu::allocate(device, stream());
   copy_async(pinned, device, stream());
@@ -181,7 +181,7 @@ mx::array to_host(const mx::array& a, mx::StreamOrDevice s_) {
 
 void allocate_pinned(mx::array& a) {
   size_t bytes = std::max<size_t>(a.nbytes(), 4);
-  place(a, StagingPool::get().take(bytes), bytes);
+  set_pinned_data(a, StagingPool::get().take(bytes), bytes);
 }
 
 void ToHost::eval_gpu(const Arrays& in, Arrays& out) {

@@ -108,12 +108,13 @@ struct ProductStep {
 struct MixtureStep {
   paged::RouteParams route;  // without items, which depend on the product kernels
   int logits;
-  int weights;        // [num_rows, top_k]
-  int sorted_pairs;   // [num_pairs] int32
-  int items;          // [num_pairs, 3] int32, the last ones unused
-  ProductStep gated;  // gates and ups of all experts, weights [num_experts, n, k]; out by place
-  ProductStep down;   // x by place, out by pair
-  int out;            // [num_rows, n]
+  int weights;       // [num_rows, top_k]
+  int sorted_pairs;  // [num_pairs] int32
+  int items;         // [num_pairs, 3] int32, the last ones unused
+  // Gates and ups of all experts, weights [num_experts, n, k]; out in sorted order.
+  ProductStep gated;
+  ProductStep down;  // x in sorted order, out by pair
+  int out;           // [num_rows, n]
 
   int num_pairs() const { return route.num_rows * route.top_k; }
 };

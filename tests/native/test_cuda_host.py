@@ -196,7 +196,7 @@ def test_products_of_experts(tmp_path, element: str) -> None:
     [
         {"kernels/expert_items.h": ("lane + 32 * i;\n      const bool", "lane;\n      const bool")},
         {"kernels/expert_items.h": ("/ params.top_k", "/ 1")},
-        {"kernels/expert_items.h": ("is_first ? place :", "false ? place :")},
+        {"kernels/expert_items.h": ("is_first ? index :", "false ? index :")},
         {"kernels/expert_items.h": ("item.expert) * params.product.n[0]", "0) * 1")},
         {"kernels/expert_stream.h": ("first_row = item.expert * product.n[0]", "first_row = 0")},
         {"kernels/expert_quantized_stream.h": ("item.expert * params.product.n[0]", "0")},

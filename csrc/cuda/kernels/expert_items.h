@@ -36,14 +36,14 @@ begin_item(const ExpertProductParams& params, const int* items) {
 // The rows of x that each lane of a warp copies.
 template <int TILES>
 struct RowsOfLane {
-  static constexpr int kMost = (8 * TILES + 31) / 32;
-  int rows[kMost];
+  static constexpr int kMaxRows = (8 * TILES + 31) / 32;
+  int rows[kMaxRows];
 
   __device__ __forceinline__ RowsOfLane(
       const ExpertProductParams& params, const ExpertItem& item, const int* sorted_pairs,
       int lane) {
 #pragma unroll
-    for (int i = 0; i < kMost; i++) {
+    for (int i = 0; i < kMaxRows; i++) {
       const int at = lane + 32 * i;
       const bool exists = params.is_first && at < item.count;
       rows[i] = exists ? sorted_pairs[item.first + at] / params.top_k : 0;
@@ -54,7 +54,7 @@ struct RowsOfLane {
   template <typename Copy>
   __device__ __forceinline__ void each(const ExpertItem& item, int lane, Copy copy) const {
 #pragma unroll
-    for (int i = 0; i < kMost; i++) {
+    for (int i = 0; i < kMaxRows; i++) {
       const int at = lane + 32 * i;
       if (at < item.count) {
         copy(at, rows[i]);
@@ -85,8 +85,8 @@ __device__ __forceinline__ void finish_item(
   finish_rows<T, ROWS, ROWS>(
       params.product, parts, 0, tile, static_cast<const T*>(nullptr), nullptr, nullptr,
       [=](int at) {
-        const int place = item.first + at;
-        return is_first ? place : sorted_pairs[place];
+        const int index = item.first + at;
+        return is_first ? index : sorted_pairs[index];
       },
       item.count, threadIdx.x, num_threads, sums_of);
 }

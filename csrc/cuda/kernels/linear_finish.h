@@ -98,9 +98,10 @@ __device__ __forceinline__ void finish_rows(
       const int column_of_mate = has_heads ? column + half_head : column;
       with_bias(sums_of(at, mate), bias_of_mates, has_bias_of_mates, column_of_mate, others);
     }
-    const int place = row_of(at);
+    const int out_row = row_of(at);
     if (has_heads) {
-      write_rotated(params, rotations, slots, ours.out, ours.n, which, place, column, four, others);
+      write_rotated(
+          params, rotations, slots, ours.out, ours.n, which, out_row, column, four, others);
       continue;
     }
     if (params.is_gated) {
@@ -109,7 +110,7 @@ __device__ __forceinline__ void finish_rows(
         four[e] = gated(four[e], others[e]);
       }
     }
-    const size_t to = size_t(place) * ours.n + column;
+    const size_t to = size_t(out_row) * ours.n + column;
     if (ours.n % 4 == 0) {
       if (params.has_residual) {
         __align__(8) T added[4];

@@ -47,7 +47,7 @@ __device__ __forceinline__ Chunk chunk_of_pairs(Chunk pairs) {
   }
 }
 
-// The places of a chunk's pairs in code order.
+// The indices of a chunk's pairs in code order.
 template <int RUN, int APART>
 struct InOrder {
   template <typename Chunk>
@@ -55,10 +55,10 @@ struct InOrder {
     constexpr CodeOrder kOrder = {RUN, APART};
     const unsigned int* from = reinterpret_cast<const unsigned int*>(row);
     Chunk pairs;
-    pairs.x = from[place_of_pair(kOrder, 8 * chunk, 0) / 2];
-    pairs.y = from[place_of_pair(kOrder, 8 * chunk, 1) / 2];
-    pairs.z = from[place_of_pair(kOrder, 8 * chunk, 2) / 2];
-    pairs.w = from[place_of_pair(kOrder, 8 * chunk, 3) / 2];
+    pairs.x = from[index_of_pair(kOrder, 8 * chunk, 0) / 2];
+    pairs.y = from[index_of_pair(kOrder, 8 * chunk, 1) / 2];
+    pairs.z = from[index_of_pair(kOrder, 8 * chunk, 2) / 2];
+    pairs.w = from[index_of_pair(kOrder, 8 * chunk, 3) / 2];
     return chunk_of_pairs<APART>(pairs);
   }
 
@@ -67,10 +67,10 @@ struct InOrder {
     constexpr CodeOrder kOrder = {RUN, APART};
     const Chunk pairs = pairs_of<APART>(x);
     unsigned int* to = reinterpret_cast<unsigned int*>(row);
-    to[place_of_pair(kOrder, 8 * chunk, 0) / 2] = pairs.x;
-    to[place_of_pair(kOrder, 8 * chunk, 1) / 2] = pairs.y;
-    to[place_of_pair(kOrder, 8 * chunk, 2) / 2] = pairs.z;
-    to[place_of_pair(kOrder, 8 * chunk, 3) / 2] = pairs.w;
+    to[index_of_pair(kOrder, 8 * chunk, 0) / 2] = pairs.x;
+    to[index_of_pair(kOrder, 8 * chunk, 1) / 2] = pairs.y;
+    to[index_of_pair(kOrder, 8 * chunk, 2) / 2] = pairs.z;
+    to[index_of_pair(kOrder, 8 * chunk, 3) / 2] = pairs.w;
   }
 };
 

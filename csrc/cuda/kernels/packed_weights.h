@@ -242,26 +242,26 @@ struct GroupOf {
       constexpr int kOfWord = 16 / BITS;
       return Codes::pair(words[p / kOfWord] >> p % kOfWord * BITS);
     } else {
-      return Codes::pair(codes_in_place(words, p));
+      return Codes::pair(unshifted_codes(words, p));
     }
   }
 
-  // The codes of pair p, masked, at the bottom of their halves or `place_of(p)` bits above it,
+  // The codes of pair p, masked, at the bottom of their halves or `shift_of(p)` bits above it,
   // which saves a shift.
-  __device__ __forceinline__ static unsigned int codes_in_place(
+  __device__ __forceinline__ static unsigned int unshifted_codes(
       const unsigned int (&words)[kWords], int p) {
     constexpr unsigned int kMask = (1u << BITS) - 1;
     if constexpr (kApart) {
       constexpr int kOfWord = 16 / BITS;
-      const int place = place_of(p);
-      return words[p / kOfWord] >> (p % kOfWord * BITS - place) & (kMask << place) * 0x10001u;
+      const int shift = shift_of(p);
+      return words[p / kOfWord] >> (p % kOfWord * BITS - shift) & (kMask << shift) * 0x10001u;
     } else {
       const unsigned int low = bits_from(words, 2 * p * BITS);
       const unsigned int high = bits_from(words, (2 * p + 1) * BITS - 16);
       return (low & kMask) | (high & kMask << 16);
     }
   }
-  __device__ __forceinline__ static constexpr int place_of(int p) {
+  __device__ __forceinline__ static constexpr int shift_of(int p) {
     return kApart && BITS == 4 ? p % 2 * 4 : 0;
   }
 
@@ -312,17 +312,17 @@ class Scaling {
         return bits_of(__hmul2(as_pair(codes), as_pair(scale_[0])));
       }
     } else {
-      const int place = Group::place_of(p);
-      const unsigned int codes = Group::codes_in_place(words, p);
+      const int shift = Group::shift_of(p);
+      const unsigned int codes = Group::unshifted_codes(words, p);
       if constexpr (kInHalves) {
         constexpr unsigned int k1024 = 0x64006400u;  // its last bit is worth 1
         const __half2 more = as_halves(codes | k1024);
-        const __half2 code = place == 0
+        const __half2 code = shift == 0
                                  ? __hsub2(more, as_halves(k1024))
                                  : __hfma2(more, as_halves(0x2c002c00u), as_halves(0xd400d400u));
         return bits_of(__hfma2(code, as_halves(scale_[0]), as_halves(bias_)));
       } else {
-        return bits_of(__hfma2(as_pair(codes), as_pair(scale_[place == 4]), as_pair(bias_)));
+        return bits_of(__hfma2(as_pair(codes), as_pair(scale_[shift == 4]), as_pair(bias_)));
       }
     }
   }

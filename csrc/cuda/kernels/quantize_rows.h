@@ -125,19 +125,19 @@ struct RowPart {
 
   // Bits of the largest magnitude. Non-finite values compare above all others.
   __device__ __forceinline__ unsigned int largest_magnitude(int lanes) const {
-    unsigned int most = 0;
+    unsigned int largest = 0;
 #pragma unroll
     for (int i = 0; i < ROW_PART; i++) {
-      most = ::max(most, __float_as_uint(x[i]) & 0x7fffffffu);
+      largest = ::max(largest, __float_as_uint(x[i]) & 0x7fffffffu);
     }
-    return over_lanes(most, lanes, [](unsigned int a, unsigned int b) { return ::max(a, b); });
+    return over_lanes(largest, lanes, [](unsigned int a, unsigned int b) { return ::max(a, b); });
   }
 
   // Return codes in the low ROW_PART * 8 or ROW_PART * 4 bits, and set the scale.
   __device__ __forceinline__ uint2 to_int8(ushort& scale) const {
-    unsigned int most = largest_magnitude(LANES);
-    bool finite = most < 0x7f800000u;
-    scale = finite ? half_above(__uint_as_float(most) / 127.0f) : ushort(HALF_NAN);
+    unsigned int largest = largest_magnitude(LANES);
+    bool finite = largest < 0x7f800000u;
+    scale = finite ? half_above(__uint_as_float(largest) / 127.0f) : ushort(HALF_NAN);
     float size = float(as_type<half>(scale));
     float inverse = size > 0.0f ? 1.0f / size : 0.0f;
     unsigned int bytes[ROW_PART];
@@ -163,9 +163,9 @@ struct RowPart {
     unsigned int group_mask = ((1u << GROUP_LANES) - 1) << (threadIdx.x % 32 & -GROUP_LANES);
     bool finite = (__ballot_sync(0xffffffffu, zero != 0.0f) & group_mask) == 0;
     auto more = [](float a, float b) { return fmaxf(a, b); };
-    float least = -over_lanes(less, GROUP_LANES, more);
+    float lowest = -over_lanes(less, GROUP_LANES, more);
     largest = over_lanes(largest, GROUP_LANES, more);
-    ushort minimum = finite ? half_below(least) : ushort(HALF_NAN);
+    ushort minimum = finite ? half_below(lowest) : ushort(HALF_NAN);
     float base = float(as_type<half>(minimum));
     ushort scale = finite ? half_above((largest - base) / 15.0f) : ushort(HALF_NAN);
     float size = float(as_type<half>(scale));
@@ -217,26 +217,26 @@ __device__ __forceinline__ void quantize_row(
   if (KEYS && rotates_keys(FORMAT)) {
     part.rotate();
   }
-  CodePlace place = code_place(
+  CodeOffsets offsets = code_offsets(
       ulong(slot >> params.block_shift), slot & ((1 << params.block_shift) - 1), params.block_shift,
       params.num_kv_heads, head, FORMAT, DIM);
   if constexpr (FORMAT == FORMAT_INT4) {
     unsigned int group;
     unsigned int codes = part.to_int4(group);
     if (slot >= 0) {
-      reinterpret_cast<unsigned int*>(pool + place.codes)[Part::part()] = codes;
+      reinterpret_cast<unsigned int*>(pool + offsets.codes)[Part::part()] = codes;
       if (Part::part() * ROW_PART % CODE_GROUP == 0) {
-        reinterpret_cast<unsigned int*>(pool + place.scales)[Part::part() * ROW_PART / CODE_GROUP] =
-            group;
+        reinterpret_cast<unsigned int*>(
+            pool + offsets.scales)[Part::part() * ROW_PART / CODE_GROUP] = group;
       }
     }
   } else {
     ushort scale = 0;
     uint2 codes = FORMAT == FORMAT_INT8 ? part.to_int8(scale) : part.to_fp8();
     if (slot >= 0) {
-      reinterpret_cast<uint2*>(pool + place.codes)[Part::part()] = codes;
+      reinterpret_cast<uint2*>(pool + offsets.codes)[Part::part()] = codes;
       if (FORMAT == FORMAT_INT8 && Part::part() == 0) {
-        *reinterpret_cast<ushort*>(pool + place.scales) = scale;
+        *reinterpret_cast<ushort*>(pool + offsets.scales) = scale;
       }
     }
   }
