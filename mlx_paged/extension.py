@@ -7,10 +7,12 @@ MLX has no stable ABI: an extension built against another version may crash, or 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import warnings
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from mlx_paged import blas, cgroups, linker
@@ -44,6 +46,7 @@ def _load() -> ModuleType:
         )
     has_cuda = _has_cuda_mlx(mx) and find_spec("mlx_paged._ext_cuda") is not None
     extension = import_module("mlx_paged._ext_cuda" if has_cuda else "mlx_paged._ext")
+    _require_names(extension)
     try:
         extension.accepts(mx.array(0))
     except TypeError as error:
@@ -56,6 +59,22 @@ def _load() -> ModuleType:
     if sys.platform == "linux" and not has_cuda:
         _check_allocations(extension, mx)
     return extension
+
+
+def _require_names(extension: ModuleType) -> None:
+    """Raises `InstallationError` if the extension lacks a name of its stub: a checkout was updated
+    and not built again. Models would otherwise fall back to slower paths."""
+    try:
+        stub = Path(__file__).with_name("_ext.pyi").read_text()
+    except OSError:
+        return
+    names = re.findall(r"^(?:def|class) (\w+)", stub, re.MULTILINE)
+    missing = [name for name in names if not hasattr(extension, name)]
+    if missing:
+        raise InstallationError(
+            f"mlx_paged's native extension is older than its Python code: it has no "
+            f"'{missing[0]}'. In its checkout, run: pip install ."
+        )
 
 
 def _has_cuda_mlx(mx: ModuleType) -> bool:

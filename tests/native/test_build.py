@@ -217,6 +217,12 @@ def test_the_extension_for_cuda_is_loaded_with_an_mlx_for_cuda(has_cuda: bool) -
     assert run.stdout.strip() == ("mlx_paged._ext_cuda" if has_cuda else "mlx_paged._ext"), run
 
 
+def test_a_build_that_is_older_than_the_python_code_says_so() -> None:
+    error = import_error(PRELUDE + "from mlx_paged import _ext\ndel _ext.write_kv")
+    assert "older than its Python code" in error and "'write_kv'" in error
+    assert "pip install ." in error
+
+
 def test_a_checkout_that_was_never_built_says_so() -> None:
     error = import_error(PRELUDE + "sys.modules['mlx_paged._build'] = None")
     assert "native extension is not built" in error
