@@ -24,7 +24,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.router import replicas, routing
-from mlx_paged.server.router.endpoints import _added
+from mlx_paged.server.router.endpoints import _merged
 from mlx_paged.server.router.metrics import ReplicaMetrics, merged, parsed
 from mlx_paged.server.router.prefixes import Prefix, PrefixIndex, prefix_of
 from mlx_paged.server.router.process import LoadedModel, ModelProcess, ProcessFailedError
@@ -439,12 +439,25 @@ def test_a_process_that_was_stopped_runs_nothing_in_the_background() -> None:
     assert counts == [2, 0]
 
 
-def test_statistics_of_replicas_are_added() -> None:
+def test_statistics_of_replicas_are_merged() -> None:
     one = {"steps": 3, "share": 0.5, "on": True, "name": "x", "each": [1, {"n": 2}], "no": None}
     other = {**one, "steps": 4, "no": {"n": 1}, "reason": 5}
-    assert _added([one, other]) == {
+    assert _merged([one, other]) == {
         "steps": 7, "share": 1.0, "on": True, "name": "x", "each": [2, {"n": 4}], "no": {"n": 1},
         "reason": 5,
+    }  # fmt: skip
+    # Levels, limits, and a step's operations are not added, and no name is lost.
+    assert _merged(
+        [
+            {"pressure": {"level": level, "seconds": 3.0, "num_bytes": 8},
+             "compilation": {"foreign": {"Sort": 2}},
+             "lora": {"max_loras": 4, "running": running}}
+            for level, running in ((0, ["a"]), (2, ["b", "a"]), (1, []))
+        ]
+    ) == {
+        "pressure": {"level": 2, "seconds": 3.0, "num_bytes": 24},
+        "compilation": {"foreign": {"Sort": 2}},
+        "lora": {"max_loras": 4, "running": ["a", "b"]},
     }  # fmt: skip
 
 

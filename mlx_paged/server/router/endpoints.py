@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, cast
 
@@ -227,21 +227,37 @@ def _joined_info(infos: Mapping[int, responses.ServerInfo]) -> responses.ServerI
     ]
     stats = [info["stats"] for info in infos.values() if "stats" in info]
     if stats:
-        joined["stats"] = _added(stats)
+        joined["stats"] = _merged(stats)
     return joined
 
 
-def _added(values: Iterable[Any]) -> Any:
-    """Adds up the numbers of JSON values of the same structure; None counts as missing."""
+# Statistics of replicas that are no counts: levels, limits, and what one step has.
+_MAXIMA = frozenset({"level", "seconds", "max_loras", "foreign"})
+
+
+def _merged(values: Iterable[Any], add: Callable[[list[Any]], Any] = sum) -> Any:
+    """Merges JSON values of the same structure; None counts as missing.
+
+    Numbers are added, or for the names of `_MAXIMA`, the largest is taken. Lists of texts are
+    joined, without repetitions.
+    """
     present = [value for value in values if value is not None]
     match present:
         case [dict(), *_]:
             names = dict.fromkeys(name for value in present for name in value)
-            return {name: _added(value.get(name) for value in present) for name in names}
+            return {
+                name: _merged(
+                    (value.get(name) for value in present), max if name in _MAXIMA else add
+                )
+                for name in names
+            }
         case [list(), *_]:
-            return [_added(each) for each in zip(*present, strict=False)]
+            items = [item for value in present for item in value]
+            if items and all(isinstance(item, str) for item in items):
+                return list(dict.fromkeys(items))
+            return [_merged(each, add) for each in zip(*present, strict=False)]
         case [int() | float(), *_] if not isinstance(present[0], bool):
-            return sum(present)
+            return add(present)
     return present[0] if present else None
 
 
