@@ -117,8 +117,11 @@ def bound_unix(path: Path) -> Iterator[socket.socket]:
 
 
 def _is_listening(path: Path) -> bool:
+    """True unless nothing listens at the path for sure: a server may refuse this user, or have as
+    many connections waiting as it accepts."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        return client.connect_ex(str(path)) == 0
+        client.setblocking(False)
+        return client.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 class Listener:

@@ -369,6 +369,28 @@ def test_a_unix_domain_socket_and_the_end_of_websockets(tmp_path) -> None:
     assert sorted(ends) == [(1001, []), (1001, ["response.incomplete"])]
 
 
+# macOS refuses connections of a full queue like those of no server.
+FULL_QUEUES = [socket.SOCK_STREAM] if sys.platform == "linux" else []
+
+
+@pytest.mark.parametrize("kind", [*FULL_QUEUES, socket.SOCK_DGRAM])
+def test_a_socket_that_does_not_answer_is_not_replaced(tmp_path, kind: socket.SocketKind) -> None:
+    """A server's queue of connections is full; or it is no server of streams."""
+    path = tmp_path / "socket"
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+        other.bind(str(path))
+        if kind == socket.SOCK_STREAM:
+            other.listen(0)
+            for _ in range(2):
+                client = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+                client.setblocking(False)
+                client.connect_ex(str(path))
+        with pytest.raises(InvalidParameterError, match="another server"), bound_unix(path):
+            pass
+        assert path.is_socket()
+
+
 def test_options_from_environment_and_file(tmp_path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
