@@ -1,6 +1,6 @@
-"""Blocks of the KV cache over sockets, from an engine that computes prompts to one that answers
-them. Standard library only, except for checksums.
+"""Transfers KV blocks over sockets, from a prefill engine to a decode engine.
 
-`PrefillServer` takes prompts and sends their blocks as they are computed; `Receiver` asks it for
-those of a prompt. A block travels as the record that `mlx_paged.offload` writes to disk.
+`PrefillServer` accepts prompts and sends their blocks as they are computed. `Receiver` requests the
+blocks of a prompt. A block has the same record format as the files of `mlx_paged.offload`. Standard
+library only, except for checksums.
 """

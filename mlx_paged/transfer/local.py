@@ -1,9 +1,10 @@
 """Connections between two engines on one machine, which share memory.
 
-Over TCP, a prefill engine tells the name of a local socket. A decode engine that can connect to it
-is on the same machine, and asks for its prompt there; any other one goes on over TCP. On the local
-socket, the descriptor of the memory is passed. The decode engine reads the memory's token in it and
-tells it, so both know that they see the same memory before any block is sent.
+Over TCP, a prefill engine announces the name of a local socket. A decode engine that can connect to
+that socket is on the same machine and sends its prompt there; any other continues over TCP. The
+prefill engine passes the descriptor of the shared memory over the local socket. The decode engine
+reads the token at the beginning of that memory and sends it back, so both know that they see the
+same memory before any block is sent.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_paged import private_folder
-from mlx_paged.transfer.memory import TOKEN_BYTES, MemoryView, SharedMemory, sight_of
-from mlx_paged.transfer.wire import TO_GREET, Connection, Welcome, WireError
+from mlx_paged.transfer.memory import TOKEN_BYTES, MemoryView, SharedMemory, token_digest
+from mlx_paged.transfer.wire import GREETING_TIMEOUT, Connection, Welcome, WireError
 
 logger = logging.getLogger(__name__)
 
-_YES = b"\1"
+_ACK = b"\1"
 
 
-# Names. They are bytes, as Linux's begin with a zero.
+# Sockets. Their names are bytes, because abstract names on Linux begin with a zero byte.
 
 
 def listen(backlog: int) -> tuple[socket.socket, bytes]:
-    """Returns a local socket that listens, and its name.
+    """Returns a listening local socket and its name.
 
     Raises:
-        OSError: There is none.
+        OSError: The system refuses to create one.
     """
     return _listen_without_file(backlog) if sys.platform == "linux" else _listen_at_file(backlog)
 
@@ -64,55 +65,55 @@ def _listening(name: bytes, backlog: int) -> tuple[socket.socket, bytes]:
     return sock, name
 
 
-def forget(name: bytes) -> None:
-    """Removes the file of a socket that was closed, if it has one."""
+def remove_file(name: bytes) -> None:
+    """Removes the file of a closed socket, if its name is a path."""
     if name and not name.startswith(b"\0"):
         private_folder.remove(Path(os.fsdecode(name)).parent)
 
 
-# The memory.
+# Shared memory.
 
 
 def offer(connection: Connection, memory: SharedMemory) -> None:
-    """Passes the memory to the other end of a local connection.
+    """Passes the memory to the peer on a local connection.
 
     Raises:
-        WireError: It does not see the memory.
-        OSError: It is gone, or takes too long.
+        WireError: The peer does not see this memory.
+        OSError: The peer has gone or takes too long.
     """
-    connection.send_memory(memory.fd, sight_of(memory.token), memory.num_bytes)
-    told = connection.read(TOKEN_BYTES, time.monotonic() + TO_GREET)
-    if not hmac.compare_digest(told, memory.token):
-        raise WireError("it does not see the shared memory")
-    connection.send(_YES, TO_GREET)
+    connection.send_memory(memory.fd, token_digest(memory.token), memory.num_bytes)
+    token = connection.read(TOKEN_BYTES, time.monotonic() + GREETING_TIMEOUT)
+    if not hmac.compare_digest(token, memory.token):
+        raise WireError("the peer does not see the shared memory")
+    connection.send(_ACK, GREETING_TIMEOUT)
 
 
 def accept(connection: Connection, known: MemoryView | None) -> MemoryView:
-    """Returns the memory that the other end offers: `known` if it is that.
+    """Maps the memory that the peer offers; returns `known` if that is the same memory.
 
     Raises:
-        WireError: The memory is another one than the other end's.
-        OSError: It cannot be mapped, or the other end is gone, or takes too long.
+        WireError: The mapped memory is not the peer's.
+        OSError: The memory cannot be mapped, or the peer has gone or takes too long.
     """
-    fd, sight, num_bytes = connection.read_memory(TO_GREET)
+    fd, digest, num_bytes = connection.read_memory(GREETING_TIMEOUT)
     try:
-        is_known = known is not None and sight_of(known.token) == sight
+        is_known = known is not None and token_digest(known.token) == digest
         memory = known if known is not None and is_known else MemoryView(fd, num_bytes)
     finally:
         os.close(fd)
-    if sight_of(memory.token) != sight:
-        raise WireError("the shared memory is another one")
-    connection.send(memory.token, TO_GREET)
-    if connection.read(len(_YES), time.monotonic() + TO_GREET) != _YES:
+    if token_digest(memory.token) != digest:
+        raise WireError("the mapped memory is not the shared memory")
+    connection.send(memory.token, GREETING_TIMEOUT)
+    if connection.read(len(_ACK), time.monotonic() + GREETING_TIMEOUT) != _ACK:
         raise WireError("the shared memory was refused")
     return memory
 
 
 class Link(NamedTuple):
-    """A connection to a prefill engine that has proven itself.
+    """An authenticated connection to a prefill engine.
 
     Attributes:
-        memory: The memory that both share; None if the blocks come over TCP.
+        memory: The memory that both engines share; None if blocks come over TCP.
         max_tokens: Maximum tokens of a prompt.
     """
 
@@ -122,38 +123,38 @@ class Link(NamedTuple):
 
 
 class Linker:
-    """Connects to one prefill engine. Any thread may call it.
+    """Connects to one prefill engine. Thread-safe.
 
     Args:
-        address: Its address.
-        secret: Both engines have it.
+        address: (host, port) of the prefill engine.
+        secret: Shared by both engines.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._address = address
         self._secret = secret
-        self._known: Welcome | None = None  # of the engine whose local socket was used last
+        self._known: Welcome | None = None  # greeting that named the local socket last used
         self._memory: MemoryView | None = None
         self._lock = threading.Lock()
-        self._told: str | None = None
+        self._last_logged: str | None = None
 
     def connect(self) -> Link:
-        """Returns a new connection, through shared memory if possible.
+        """Returns a new connection, with shared memory if possible.
 
         Raises:
-            WireError: The other end does not have the secret.
-            OSError: It cannot be reached.
+            WireError: The prefill engine has another secret.
+            OSError: The prefill engine cannot be reached.
         """
-        known = self._known  # which another thread may change
+        known = self._known  # read once: another thread may change it
         if known is not None:
             local = self._local(known)
             if local is not None:
                 return local
             self._known = None
-        connection = Connection(socket.create_connection(self._address, timeout=TO_GREET))
+        connection = Connection(socket.create_connection(self._address, timeout=GREETING_TIMEOUT))
         try:
             connection.greet_as_client(self._secret)
-            welcome = connection.read_welcome(TO_GREET)
+            welcome = connection.read_welcome(GREETING_TIMEOUT)
             local = self._local(welcome) if welcome.local_name else None
         except BaseException:
             connection.close()
@@ -165,29 +166,29 @@ class Linker:
         return local
 
     def _local(self, welcome: Welcome) -> Link | None:
-        """Connects to a local socket; None if that is not possible."""
+        """Connects to a local socket; returns None if that fails."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(TO_GREET)
+            sock.settimeout(GREETING_TIMEOUT)
             sock.connect(welcome.local_name)
         except OSError as error:
             sock.close()
-            self._tell(f"blocks come over TCP: {error.strerror or error}")
+            self._log_change(f"blocks come over TCP: {error.strerror or error}")
             return None
         connection = Connection(sock)
         try:
             connection.greet_as_client(self._secret)
-            with self._lock:  # so that it is mapped once
+            with self._lock:  # so that two threads do not map the same memory twice
                 memory = self._memory = accept(connection, self._memory)
         except (OSError, WireError) as error:
             connection.close()
-            self._tell(f"blocks come over TCP: {error}")
+            self._log_change(f"blocks come over TCP: {error}")
             return None
-        self._tell("blocks come through shared memory")
+        self._log_change("blocks come through shared memory")
         return Link(connection, memory, welcome.max_tokens)
 
-    def _tell(self, what: str) -> None:
-        """Logs what has changed."""
-        if what != self._told:
-            self._told = what
-            logger.info("[decode] %s", what)
+    def _log_change(self, message: str) -> None:
+        """Logs a message unless it is the same as the last one."""
+        if message != self._last_logged:
+            self._last_logged = message
+            logger.info("[decode] %s", message)

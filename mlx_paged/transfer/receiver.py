@@ -1,17 +1,18 @@
-"""Receiver: asks a prefill engine for the blocks of prompts, and keeps those that have arrived.
+"""Receiver: requests the blocks of prompts from a prefill engine and buffers those that arrived.
 
 The blocks of a prompt that cannot be admitted yet stay here, and a transfer whose share is full
-stops reading until they are taken. Such transfers may hold all threads while a sequence that was
-admitted first, such as one of a higher priority, keeps them from being admitted. If that sequence's
-own transfer waited for a thread, neither would ever go on. So `urge` runs it on other threads::
+stops reading until they are taken. Such transfers may occupy all threads while a sequence that was
+admitted earlier, such as one of higher priority, keeps theirs from being admitted. If the transfer
+of that sequence waited for a thread, neither would ever continue. So `urge` runs it on threads of
+its own::
 
       any transfer      [ waits for room ] x MAX_TRANSFERS       until its sequence is admitted
       urged transfers   [ its sequence takes each block at once ]
 
-No further waits are mutual. Blocks travel in one direction, and an engine has one role. A transfer
-reads as long as it may hold one block, whatever others hold, and so does the prefill engine for
-blocks in shared memory, for which no thread waits here. No lock is held during a wait for the
-other end, and both ends give it up: this one after silence, the other one after `_STALLED` seconds.
+Nothing else can deadlock. Blocks travel in one direction, and an engine has one role. A transfer
+may always hold one block, whatever others hold, and so may the prefill engine in shared memory, for
+which no thread waits here. No lock that the engine takes is held while a thread waits for the peer,
+and both ends give up: this one after silence, the other one after `_STALLED` seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mlx_paged.offload.segments import Record
 from mlx_paged.transfer.local import Link, Linker
 from mlx_paged.transfer.memory import MemoryView
 from mlx_paged.transfer.wire import (
-    BEAT,
+    HEARTBEAT,
     OFFSET,
     Connection,
     Kind,
@@ -43,29 +44,30 @@ from mlx_paged.transfer.wire import (
 
 logger = logging.getLogger(__name__)
 
-#: Prompts whose blocks arrive at once. Others wait for their turn.
+#: Maximum concurrent transfers; more prompts wait.
 MAX_TRANSFERS = 16
-#: The same for prompts whose sequences wait for them with blocks of their own.
+#: Maximum concurrent transfers whose sequences already hold blocks.
 MAX_URGED_TRANSFERS = 4
-#: Bytes of blocks that have arrived and are not used yet. Prompts have equal shares; one block may
-#: exceed that.
+#: Maximum bytes of blocks that have arrived and were not taken yet. Prompts have equal shares; a
+#: single block may exceed one.
 MAX_WAITING_BYTES = 256 << 20
-# Seconds of silence after which the other engine is taken for dead.
-_SILENCE = 10 * BEAT
-# Seconds in which at least one block must come, or a prompt's turn.
+# Seconds of silence after which the prefill engine counts as dead.
+_SILENCE = 10 * HEARTBEAT
+# Maximum seconds between two blocks, and for which a prompt waits for a thread.
 _PROGRESS = 60.0
-# Seconds for which an engine that has failed is not asked again.
+# Seconds for which a prefill engine that has failed gets no more prompts.
 _PAUSE = 10.0
 
 
 class Arrived(NamedTuple):
-    """A block that is complete.
+    """A block that has arrived completely.
 
     Attributes:
-        block: Its number in the prompt.
-        data: Its bytes, which must not be written.
-        is_shared: True if they are in memory that the prefill engine owns.
-        release: Call it, on any thread, once nothing reads `data` any more.
+        group: Its KV cache group.
+        block: Its index in the prompt.
+        data: ``[size]`` read-only bytes.
+        is_shared: True if the bytes are in memory that the prefill engine owns.
+        release: To be called, on any thread, once nothing reads `data` any more.
     """
 
     group: int
@@ -76,25 +78,24 @@ class Arrived(NamedTuple):
 
 
 class Incoming:
-    """The blocks of one prompt, as they arrive. Any thread may call it.
+    """The transfer of one prompt's blocks. Thread-safe.
 
     Args:
-        request: What was asked for.
-        numbers: Number of each block of the prompt by its digest.
-        block_bytes: Bytes of a block of each group.
+        request: The request to send.
+        numbers: Index of each block in the prompt, by digest.
+        block_bytes: Bytes of a block, per group.
         take_buffer: Returns a buffer of a number of bytes.
-        give_buffer: Takes it back.
+        give_buffer: Takes a buffer back.
         on_change: Called when a block has arrived, and at the end.
 
     Attributes:
-        is_urged: True if a sequence waited for it before it had begun.
-        failure: Why no more blocks come; None while they do, and once all have come.
-        num_waiting_bytes: Bytes that have arrived and are not taken yet, without those in shared
-            memory.
+        is_urged: True if a sequence waited for the transfer before it had begun.
+        failure: Why no more blocks will arrive; None during the transfer, and if it succeeded.
+        num_waiting_bytes: Bytes that have arrived and were not taken yet, except in shared memory.
         num_blocks, num_bytes: Blocks that have arrived, and their bytes.
-        num_shared_bytes: Bytes of those that came through shared memory.
-        seconds: Time from its making to the last block, or until that took too long; None before,
-            and after any other failure.
+        num_shared_bytes: Bytes that arrived through shared memory.
+        seconds: Time from construction to the last block, or to a timeout; None before, and after
+            any other failure.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class Incoming:
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._memory: MemoryView | None = None
-        self._num_lent = 0  # blocks in shared memory that were not given back
-        self._given_back = bytearray()  # offsets of released slots, not sent yet
+        self._num_lent = 0  # blocks in shared memory that were not released
+        self._unsent_releases = bytearray()  # offsets of released slots, not sent yet
         self._share: Callable[[], int] = lambda: MAX_WAITING_BYTES
         self._made_at = time.monotonic()
 
     def take(self, group: int, block: int) -> Arrived | None:
-        """Takes a block; gives up those before it, which no one needs. None if it is not there."""
+        """Takes a block, and drops those before it. Returns None if it has not arrived."""
         with self._changed:
             while self._waiting:
                 found = self._take()
@@ -149,12 +150,12 @@ class Incoming:
 
     @property
     def is_over(self) -> bool:
-        """True if no further block can be taken."""
+        """True if there are no blocks left to take and no more will arrive."""
         with self._changed:
             return self.failure is not None or (self._is_complete and not self._waiting)
 
     def cancel(self) -> None:
-        """Ends it: its blocks are no longer wanted."""
+        """Ends the transfer and drops its blocks."""
         with self._changed:
             self._is_cancelled = True
             self._drop_waiting()
@@ -164,70 +165,75 @@ class Incoming:
                 self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Closes the connection once it is read to its end, or cancelled, and no block is in use.
+        """Closes the connection once the transfer has ended and no shared block is in use.
 
-        A closed connection gives all places in shared memory back.
+        Closing releases all slots of the prompt.
         """
         is_read = self._is_complete or self._is_cancelled or self.failure is not None
         if is_read and not self._num_lent and self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _give_back(self, offset: int) -> None:
+    def _release_shared(self, offset: int) -> None:
         with self._changed:
             self._num_lent -= 1
             self._close_if_unused()
             if self._connection is not None:
-                self._given_back += OFFSET.pack(offset)
-                self._send_given_back(self._connection)
+                self._unsent_releases += OFFSET.pack(offset)
+                self._send_releases(self._connection)
 
-    def _send_given_back(self, connection: Connection) -> None:
-        # This must not block. The next call sends what the socket does not take now.
+    def _send_releases(self, connection: Connection) -> None:
+        # Must not block. The next call sends what the socket does not accept now.
         with contextlib.suppress(OSError):
-            del self._given_back[: connection.send_now(self._given_back)]
+            del self._unsent_releases[: connection.send_now(self._unsent_releases)]
 
     def urge(self) -> bool:
-        """Marks it as urged; returns False if it has begun, or was urged before."""
+        """Marks the transfer as urged; returns False if it has begun or was urged before."""
         with self._changed:
             is_first = not (self._has_begun or self.is_urged)
             self.is_urged |= is_first
         return is_first
 
+    def fail(self, reason: str) -> None:
+        """Fails a transfer that has not begun."""
+        if self.begin():
+            self._end(reason, is_timed=False)
+
     # On the thread of the transfer.
 
     def begin(self) -> bool:
-        """Returns True for the first thread, which calls `run`."""
+        """Returns True on the first call: of two threads, only one may call `run`."""
         with self._changed:
             is_first, self._has_begun = not self._has_begun, True
         return is_first
 
     def run(self, connect: Callable[[], Link], share: Callable[[], int]) -> bool:
-        """Receives all blocks; returns False if the engine has failed, so that others would, too.
+        """Receives all blocks; returns False if the prefill engine has failed as a whole.
 
         Args:
             connect: Connects to the prefill engine.
-            share: Returns the maximum of `num_waiting_bytes`, which one block may exceed.
+            share: Returns the maximum of `num_waiting_bytes`; a single block may exceed it.
         """
         self._share = share
         failure: str | None = None
         engine_works = is_timed = False
         try:
             if not self._is_cancelled:
-                self._ask(connect)
+                self._request_blocks(connect)
             failure, engine_works, is_timed = None, True, True
         except PromptError as error:
             failure, engine_works, is_timed = str(error), True, isinstance(error, SlowError)
         except (OSError, WireError) as error:
             failure, engine_works = str(error), self._is_cancelled or bool(self.num_blocks)
-        except Exception as error:  # memory, or a fault of ours; later transfers need the thread
+        except Exception as error:  # such as MemoryError; later transfers need this thread
             logger.exception("[decode] the blocks of a prompt could not be received")
             failure, engine_works = str(error) or type(error).__name__, True
         self._end(failure, is_timed)
         return engine_works
 
-    def _ask(self, connect: Callable[[], Link]) -> None:
+    def _request_blocks(self, connect: Callable[[], Link]) -> None:
         if time.monotonic() - self._made_at > _PROGRESS:
-            raise SlowError("too many prompts wait")
+            raise SlowError("too many prompts wait for the prefill engine")
         connection, memory, max_tokens = connect()
         with self._changed:
             self._connection, self._memory = connection, memory
@@ -267,28 +273,28 @@ class Incoming:
                 raise SlowError(f"no block came within {_PROGRESS:g} s")
 
     def _read_kind(self, connection: Connection) -> Kind:
-        if self._given_back:
+        if self._unsent_releases:
             with self._changed:
-                self._send_given_back(connection)
+                self._send_releases(connection)
         return connection.read_kind(_SILENCE)
 
     def _number_of(self, record: Record) -> int:
-        """The number of the block in the prompt.
+        """Returns the index of a block in the prompt.
 
         Raises:
-            WireError: It is no block of the prompt.
+            WireError: The block does not belong to the prompt.
         """
         block, group, length = self._numbers.get(record.digest), record.group, record.length
         if block is None or group >= len(self._block_bytes):
-            raise WireError("a block of another prompt came")
+            raise WireError("a block of another prompt arrived")
         if length != self._block_bytes[group]:
             expected = self._block_bytes[group]
-            raise WireError(f"a block of {length} bytes came instead of {expected}")
+            raise WireError(f"a block must have {expected} bytes but has {length}")
         return block
 
     def _note_shared(self, record: Record, block: int) -> None:
         if self._memory is None:
-            raise WireError("a block in shared memory came, and there is none")
+            raise WireError("a block in shared memory arrived, but no memory is shared")
         try:
             data = self._memory.bytes_at(record.offset, record.length)
         except ValueError as error:
@@ -298,7 +304,7 @@ class Incoming:
                 return
             self._num_lent += 1
             self.num_shared_bytes += record.length
-            release = partial(self._give_back, record.offset)
+            release = partial(self._release_shared, record.offset)
             self._add(Arrived(record.group, block, data, is_shared=True, release=release))
         self._on_change()
 
@@ -310,7 +316,7 @@ class Incoming:
     def _receive_block(self, connection: Connection, record: Record, block: int) -> None:
         length = record.length
         with self._changed:
-            # Until the engine takes blocks, nothing is read, so the other end waits, too.
+            # Nothing is read until the engine takes blocks, which makes the peer wait, too.
             self._changed.wait_for(lambda: self._is_cancelled or self._has_room(length))
             if self._is_cancelled:
                 return
@@ -331,34 +337,35 @@ class Incoming:
 
 
 class Receiver:
-    """Asks one prefill engine, with a thread for each prompt whose blocks arrive.
+    """Runs the transfers from one prefill engine, each on a thread.
 
     Args:
-        address: Of the engine.
-        secret: Both engines have it.
+        address: (host, port) of the prefill engine.
+        secret: Shared by both engines.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes) -> None:
         self._linker = Linker(address, secret)
         self._paused_until = float("-inf")
-        self._any = _Threads(MAX_TRANSFERS, self._run)
-        self._urged = _Threads(MAX_URGED_TRANSFERS, self._run)
+        self._regular = _ThreadPool(MAX_TRANSFERS, self._run)
+        self._urged = _ThreadPool(MAX_URGED_TRANSFERS, self._run)
         self._running: set[Incoming] = set()
 
     @property
     def is_paused(self) -> bool:
-        """True for a while after the engine could not be reached, was silent, broke the protocol or
-        refused this one. One that is full, or cannot compute some prompt, is asked again."""
+        """True for a while after the prefill engine could not be reached, was silent, violated the
+        protocol, or refused this engine. A full engine, or one that fails a prompt, is not paused.
+        """
         return time.monotonic() < self._paused_until
 
     def start(self, incoming: Incoming) -> None:
-        """Begins a transfer, now or later."""
-        self._any.put(incoming)
+        """Queues a transfer."""
+        self._regular.put(incoming)
 
     def urge(self, incoming: Incoming) -> None:
-        """Begins a transfer that was started and whose sequence has been admitted.
+        """Runs a queued transfer ahead of others, because its sequence has been admitted.
 
-        The sequence must take the blocks as they arrive, or the transfer be cancelled.
+        The sequence must take the blocks as they arrive, or cancel the transfer.
         """
         if incoming.urge():
             self._urged.put(incoming)
@@ -373,37 +380,44 @@ class Receiver:
             self._paused_until = time.monotonic() + _PAUSE
 
     def _share(self) -> int:
-        """Bytes of one prompt that may wait."""
+        """Returns the bytes that may wait for each running transfer."""
         return MAX_WAITING_BYTES // len(self._running)
 
     def close(self) -> None:
-        """Ends the threads once they have nothing to do. Cancel the transfers first."""
-        self._any.close()
+        """Ends the threads once they are idle. Cancel the transfers first."""
+        self._regular.close()
         self._urged.close()
 
 
-class _Threads:
-    """Runs transfers in order, each on a thread. Threads are started as they are needed."""
+class _ThreadPool:
+    """Runs transfers in order. Starts threads as they are needed; one thread may call it."""
 
-    def __init__(self, most: int, run: Callable[[Incoming], None]) -> None:
-        self._most = most
+    def __init__(self, max_threads: int, run: Callable[[Incoming], None]) -> None:
+        self._max_threads = max_threads
         self._run_one = run
-        self._num = 0
+        self._num_threads = 0
         self._queue: SimpleQueue[Incoming | None] = SimpleQueue()
 
     def put(self, incoming: Incoming) -> None:
-        """Runs a transfer, now or later."""
+        """Queues a transfer. It fails if the system allows no thread at all."""
         self._queue.put(incoming)
-        if self._num < self._most:
-            self._num += 1
+        if self._num_threads < self._max_threads:
             # A daemon: the interpreter's exit must not wait for another machine.
-            threading.Thread(target=self._run, name="mlx-paged-kv-receiver", daemon=True).start()
+            thread = threading.Thread(target=self._run, name="mlx-paged-kv-receiver", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # The system allows no further thread.
+                logger.warning("[decode] a transfer gets no thread of its own: %s", error)
+                if not self._num_threads:
+                    incoming.fail(f"no thread could be started: {error}")
+            else:
+                self._num_threads += 1
 
     def _run(self) -> None:
         while (incoming := self._queue.get()) is not None:
             self._run_one(incoming)
 
     def close(self) -> None:
-        """Ends the threads once they have nothing to do."""
-        for _ in range(self._num):
+        """Ends the threads once they are idle."""
+        for _ in range(self._num_threads):
             self._queue.put(None)

@@ -1,4 +1,4 @@
-"""PrefillServer: takes prompts of decode engines, and sends them the blocks."""
+"""PrefillServer: accepts prompts from decode engines and sends them the KV blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_paged.offload.segments import Block, Record
 from mlx_paged.transfer import local
 from mlx_paged.transfer.memory import SharedMemory, Slot
 from mlx_paged.transfer.wire import (
-    BEAT,
+    HEARTBEAT,
     WAIT_FRAME,
     Connection,
     PrefillRequest,
@@ -28,21 +28,21 @@ from mlx_paged.transfer.wire import (
 
 logger = logging.getLogger(__name__)
 
-#: Prompts at once. Further ones are refused. Those whose blocks were all sent, and are used in
-#: shared memory, do not count.
+#: Maximum concurrent prompts; more are refused. A prompt no longer counts once all its blocks were
+#: sent, even if the decode engine still reads some in shared memory.
 MAX_PROMPTS = 64
-# Connections that have not sent a prompt yet. The oldest one is closed for a further one, so that
-# no one can keep others out without the secret.
+# Maximum connections without a prompt. A further one replaces the oldest, so that peers without the
+# secret cannot keep others out.
 _MAX_GREETINGS = 64
-#: Bytes of blocks that may wait to be sent, or are in shared memory. An engine copies blocks only
+#: Maximum bytes of blocks that wait to be sent or are in shared memory. Engines copy blocks only
 #: between steps, and one step of a GPU fills hundreds of megabytes.
 MAX_WAITING_BYTES = 512 << 20
-# Seconds after which a decode engine that takes nothing is given up. It takes nothing while all its
-# blocks are in use.
+# Seconds after which a decode engine that accepts nothing is given up. It accepts nothing while all
+# its blocks are in use.
 _STALLED = 60.0
-# Connections that the system accepts ahead.
+# Connections that the system may queue before `accept`.
 _BACKLOG = 64
-# Seconds after a connection could not be accepted until the next attempt.
+# Seconds to the next attempt after a connection could not be accepted.
 _RETRY = 1.0
 
 
@@ -50,7 +50,7 @@ class _Waiting(NamedTuple):
     """A block that waits to be sent.
 
     Attributes:
-        slot: Where it is in shared memory; None if its bytes are sent.
+        slot: Its slot in shared memory; None if its bytes go over the socket.
     """
 
     block: Block
@@ -58,18 +58,17 @@ class _Waiting(NamedTuple):
 
 
 class Outgoing:
-    """The blocks of one prompt on their way to a decode engine. Any thread may call it.
+    """The blocks of one prompt on their way to a decode engine. Thread-safe.
 
     Args:
-        connection: To the decode engine.
+        connection: Connection to the decode engine.
         on_room: Called when more blocks may be added.
-        memory: Shared with the decode engine; None if it is on another machine.
+        memory: Shared with the decode engine; None if that is on another machine.
 
     Attributes:
-        is_gone: True once the receiver is gone.
+        is_gone: True once the receiver has gone.
         is_over: True once no more blocks are added.
-        num_waiting_bytes: Bytes that wait to be sent, or are in shared memory until the receiver
-            has used them.
+        num_waiting_bytes: Bytes that wait to be sent, or are in shared memory and not released yet.
     """
 
     def __init__(
@@ -86,9 +85,9 @@ class Outgoing:
         self._on_room = on_room
         self._memory = memory
         self._waiting: deque[_Waiting] = deque()
-        self._lent: dict[int, Block] = {}  # by its offset in shared memory
-        self._unsent = bytearray()  # what the socket did not take at once of such blocks' records
-        self._is_sending = False  # the bytes of a block
+        self._lent: dict[int, Block] = {}  # announced and not released, by offset in shared memory
+        self._unsent = bytearray()  # records of such blocks that the socket did not accept at once
+        self._is_sending = False  # the bytes of a block: other threads must not send
         self._num_sent_bytes = 0
         self._full_since: float | None = None
         self._failure: str | None = None
@@ -100,15 +99,15 @@ class Outgoing:
         return self._memory is not None
 
     def take_slot(self, size: int) -> Slot | None:
-        """Returns a place in shared memory for a block; None if its bytes have to be sent."""
+        """Allocates a slot of `size` bytes; returns None if the bytes must go over the socket."""
         return None if self._memory is None else self._memory.take(size)
 
     def has_room(self, size: int, share: int) -> bool:
-        """True if a block may be added.
+        """Returns True if a block may be added.
 
         Args:
-            size: Bytes of the block, and of those that will be added before it.
-            share: Maximum of `num_waiting_bytes`, which one block may exceed.
+            size: Bytes of the block and of those that will be added before it.
+            share: Maximum of `num_waiting_bytes`; a single block may exceed it.
         """
         with self._changed:
             if self.num_waiting_bytes + size <= share:
@@ -119,10 +118,10 @@ class Outgoing:
             return False
 
     def add(self, block: Block, slot: Slot | None = None) -> None:
-        """Adds a block; its data must not change until it is released.
+        """Queues a block; its data must not change until `block.on_released` is called.
 
         Args:
-            slot: The place that its data has from `take_slot`; None for other data.
+            slot: The slot from `take_slot` that holds the data; None if the data is elsewhere.
         """
         with self._changed:
             if self.is_gone:
@@ -130,12 +129,12 @@ class Outgoing:
                 return
             self.num_waiting_bytes += block.data.nbytes
             self._waiting.append(_Waiting(block, slot))
-            # A thread that is not woken leaves the processor to the engine.
+            # Without work, the sending thread is not woken: it would compete with the engine.
             if not self._lend():
                 self._changed.notify_all()
 
     def end(self, failure: str | None = None) -> None:
-        """Ends it: all blocks were added, or why not."""
+        """Marks the end: all blocks were added, or the prompt failed for a reason."""
         with self._changed:
             if not self.is_over:
                 self.is_over, self._failure = True, failure
@@ -145,18 +144,18 @@ class Outgoing:
         """Sends the blocks until the end.
 
         Raises:
-            OSError: The other end is gone, or does not take them.
+            OSError: The receiver has gone, or does not accept them.
         """
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._waiting or self._unsent or self.is_over or self.is_gone, BEAT
+                    lambda: self._waiting or self._unsent or self.is_over or self.is_gone, HEARTBEAT
                 )
                 if self.is_gone:
                     raise ConnectionError("the connection was closed")
                 since = self._full_since
                 if since is not None and time.monotonic() - since > _STALLED:
-                    raise TimeoutError("it uses no blocks")
+                    raise TimeoutError("the decode engine takes no blocks")
                 self._lend()
                 is_over = self.is_over and (self._failure is not None or not self._waiting)
                 block = None
@@ -165,12 +164,13 @@ class Outgoing:
                     self._is_sending = True
                 elif not is_over and not self._unsent:
                     self._unsent += WAIT_FRAME
+            if block is not None:
+                self._send(block)
+                continue
             self._send_unsent()
             if is_over:
                 break
-            if block is not None:
-                self._send(block)
-            elif self._memory is None and self._connection.is_closed_by_peer:
+            if self._memory is None and self._connection.is_closed_by_peer:
                 raise ConnectionError("the connection was closed")
         self._connection.send_end(self._failure, _STALLED)
 
@@ -179,6 +179,7 @@ class Outgoing:
         record = Record(block.digest, block.group, size, crc32(data), self._num_sent_bytes)
         self._num_sent_bytes += size
         try:
+            self._send_unsent()  # the order of blocks is part of the protocol
             self._connection.send_record(record, data, _STALLED)
         finally:
             block.on_released()
@@ -189,7 +190,7 @@ class Outgoing:
         self._on_room()
 
     def _lend(self) -> bool:
-        """Announces the next blocks in shared memory; returns False if the thread has work left."""
+        """Announces the next blocks in shared memory; returns False if `send` has work left."""
         while self._waiting and not self._is_sending:
             block, slot = self._waiting[0]
             if slot is None:
@@ -199,7 +200,7 @@ class Outgoing:
             record = Record(block.digest, block.group, block.data.nbytes, 0, slot.offset)
             self._unsent += shared_frame(record)
         if self._unsent and not self._is_sending:
-            with contextlib.suppress(OSError):  # the thread meets it, too
+            with contextlib.suppress(OSError):  # `send` will raise it
                 del self._unsent[: self._connection.send_now(self._unsent)]
         return not self._waiting and not self._unsent
 
@@ -212,14 +213,14 @@ class Outgoing:
             self._connection.wait_until_writable(_STALLED)
 
     def collect(self) -> None:
-        """Takes places in shared memory back until the receiver has closed the connection."""
+        """Frees slots as the receiver releases them, until it closes the connection."""
         with contextlib.suppress(OSError):
             while True:
-                self._release(self._connection.read_given_back())
+                self._release(self._connection.read_released())
         self.leave()
 
     def release_all(self) -> None:
-        """Takes all places in shared memory back, because the receiver is gone."""
+        """Frees all slots, because the receiver has gone."""
         for offset in list(self._lent):
             self._release(offset)
 
@@ -227,14 +228,14 @@ class Outgoing:
         with self._changed:
             block = self._lent.pop(offset, None)
             if block is None:
-                return  # the receiver counts wrong, which harms only itself
+                return  # a second release, which is the receiver's mistake and harms no one else
             self.num_waiting_bytes -= block.data.nbytes
             self._full_since = None
         block.on_released()
         self._on_room()
 
     def leave(self) -> None:
-        """Drops everything that was not sent, because the receiver is gone."""
+        """Drops everything that was not sent, because the receiver has gone."""
         with self._changed:
             self.is_gone = True
             while self._waiting:
@@ -254,24 +255,24 @@ class Prefiller(Protocol):
     max_tokens: int
 
     def refusal(self, request: PrefillRequest) -> str | None:
-        """Why no prompt of the engine that sent this one is computed; None if they are."""
+        """Returns why the engine that sent this prompt is refused; None if it is served."""
 
     def begin(self, outgoing: Outgoing) -> None:
-        """Begins to compute a prompt. It adds the blocks, and ends `outgoing`."""
+        """Begins to compute a prompt: adds its blocks to `outgoing`, and finally ends it."""
 
     def wake(self) -> None:
-        """Called when blocks may be added again, and when a receiver is gone."""
+        """Called when blocks may be added again, and when a receiver has gone."""
 
 
 class PrefillServer:
-    """Listens for decode engines, with a thread for each connection, and another one for each that
-    shares memory.
+    """Listens for decode engines. Each connection has one thread, or two if it shares memory.
 
     Args:
-        address: To listen on.
+        address: (host, port) to listen on; port 0 means any free one.
+        secret: Shared by both engines.
 
     Attributes:
-        port: The port, also if that of `address` was 0.
+        port: The port that it listens on.
 
     Raises:
         OSError: The address cannot be used.
@@ -289,15 +290,15 @@ class PrefillServer:
         except OSError as error:
             logger.info("[prefill] all blocks go over TCP: %s", error)
         self._memory: SharedMemory | None = None
-        self._greeting: dict[Connection, None] = {}  # without a prompt yet, in order
-        self._connections: set[Connection] = set()  # each has a prompt
-        self._ending: set[Connection] = set()  # whose blocks were all sent
+        self._greeting: dict[Connection, None] = {}  # without a prompt yet, oldest first
+        self._connections: set[Connection] = set()  # with a prompt in progress
+        self._ending: set[Connection] = set()  # all blocks sent, some not released
         self._outgoing: set[Outgoing] = set()
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self, prefiller: Prefiller) -> None:
-        """Begins to take prompts, for as long as the prefiller exists."""
+        """Begins to accept prompts, for as long as the prefiller exists."""
         reference = weakref.ref(prefiller)
         for listening in (self._socket, self._local):
             if listening is not None:
@@ -309,14 +310,14 @@ class PrefillServer:
                 ).start()
 
     def share_of(self, num_prompts: int) -> int:
-        """Bytes that may wait for each of `num_prompts` prompts; one block may exceed them.
+        """Returns the bytes that may wait for each of `num_prompts` prompts.
 
-        Those of prompts that are over count, too, until their receivers have them.
+        Blocks of finished prompts count against the total until their receivers have them.
         """
         with self._lock:
             ended = (each for each in self._outgoing if each.is_over or each.is_gone)
-            over = sum(each.num_waiting_bytes for each in ended)
-        return max(0, MAX_WAITING_BYTES - over) // num_prompts
+            num_ended_bytes = sum(each.num_waiting_bytes for each in ended)
+        return max(0, MAX_WAITING_BYTES - num_ended_bytes) // num_prompts
 
     def _accept(self, listening: socket.socket, reference: weakref.ref[Prefiller]) -> None:
         while not self._is_closed:
@@ -324,7 +325,7 @@ class PrefillServer:
                 sock, _ = listening.accept()
                 connection = Connection(sock)
             except OSError as error:
-                if not self._is_closed:  # The process has no descriptor left, or the peer left.
+                if not self._is_closed:  # No file descriptor is left, or the peer has gone.
                     logger.warning("[prefill] a connection could not be accepted: %s", error)
                     time.sleep(_RETRY)
                 continue
@@ -333,7 +334,7 @@ class PrefillServer:
                 connection.close()
             else:
                 self._start_serving(connection, prefiller, listening is self._local)
-            del prefiller  # It may end while this thread waits for a connection.
+            del prefiller  # A reference here would keep it alive while this thread waits.
 
     def _start_serving(self, connection: Connection, prefiller: Prefiller, is_local: bool) -> None:
         thread = threading.Thread(
@@ -344,7 +345,7 @@ class PrefillServer:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # The process may have no further thread.
+        except RuntimeError as error:  # The system allows no further thread.
             logger.warning("[prefill] a connection could not be served: %s", error)
             self._forget(connection)
 
@@ -393,7 +394,7 @@ class PrefillServer:
             self._ending.discard(connection)
 
     def _take(self, connection: Connection) -> bool:
-        """Gives a connection a place for its prompt, if there is one."""
+        """Admits the prompt of a connection; returns False if there are too many."""
         with self._lock:
             if connection.is_closed or len(self._connections) >= MAX_PROMPTS:
                 return False
@@ -417,7 +418,7 @@ class PrefillServer:
             outgoing.leave()
             prefiller.wake()
             if collector is not None:
-                # The receiver may still read blocks. It closes the connection when it is done.
+                # The receiver may still read slots. It closes the connection when it is done.
                 connection.end_sending()
                 with self._lock:
                     self._connections.discard(connection)
@@ -428,24 +429,24 @@ class PrefillServer:
                 self._outgoing.discard(outgoing)
 
     def _shared_memory(self) -> SharedMemory:
-        """The memory for all engines on this machine."""
+        """Returns the memory shared with all decode engines on this machine."""
         with self._lock:
             if self._memory is None:
                 self._memory = SharedMemory(MAX_WAITING_BYTES)
             return self._memory
 
     def give_back(self) -> int:
-        """Gives the pages of shared memory back that no block has; returns their bytes."""
+        """Returns unused pages of shared memory to the system; returns their bytes."""
         memory = self._memory
         return 0 if memory is None else memory.discard_free()
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections and sockets."""
         with self._lock:
             self._is_closed = True
             connections = [*self._greeting, *self._connections, *self._ending]
             if self._memory is not None:
-                self._memory.close()  # before the receivers' places count as free
+                self._memory.close()  # first: closing connections frees slots still in use
         for connection in connections:
             connection.close()
         for listening in (self._socket, self._local):
@@ -453,4 +454,4 @@ class PrefillServer:
                 with contextlib.suppress(OSError):
                     listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
                 listening.close()
-        local.forget(self._local_name)
+        local.remove_file(self._local_name)

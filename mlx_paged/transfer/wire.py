@@ -1,4 +1,4 @@
-"""The wire: frames of a connection between a decode engine and a prefill engine.
+"""The wire protocol between a decode engine and a prefill engine.
 
 ::
 
@@ -6,19 +6,19 @@
                     <- magic, nonce
     nonce, proof ->
                     <- proof                   both know the secret
-                    <- welcome                 over TCP: the longest prompt, and the name of a local
+                    <- welcome                 over TCP: maximum prompt length, name of a local
                                                socket; see `transfer.local`
     request ->                                 a prompt
                     <- RECORD, its bytes       in the order of `PrefillRequest`
-                    <- SHARED                  the same, where the bytes are in shared memory
+                    <- SHARED                  a record whose bytes are in shared memory
                     <- WAIT                    nothing is ready yet; once a second
-                    <- END, or why not         FAILED: this prompt; REFUSED: every prompt
-    offsets ->                                 of blocks in shared memory that are no longer needed
+                    <- END                     all blocks were sent; or FAILED (this prompt) or
+                                               REFUSED (every prompt), with the reason
+    offsets ->                                 slots in shared memory that are released
 
-All numbers are little-endian. One connection carries one prompt, so that a slow reader delays no
-other prompt. A `SHARED` record has the place in shared memory as its offset, and no checksum. Its
-place is not used for other blocks until the decode engine has given it back or closed the
-connection.
+All numbers are little-endian. One connection carries one prompt, so a slow reader delays no other
+prompt. The offset of a `SHARED` record is that of its slot in shared memory, and its checksum is 0.
+The slot is not reused until the decode engine has released it or closed the connection.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from mlx_paged.offload.digests import DIGEST_BYTES
 from mlx_paged.offload.segments import RECORD_BYTES, Record
 
 MAGIC = b"mlxpkt3\n"
-#: Seconds that a greeting and a request may take in all.
-TO_GREET = 5.0
-#: Seconds between two frames.
-BEAT = 1.0
+#: Seconds for a complete greeting, and for a complete request.
+GREETING_TIMEOUT = 5.0
+#: Maximum seconds between two frames of a prefill engine.
+HEARTBEAT = 1.0
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HEAD = struct.Struct("<B")
@@ -54,16 +54,16 @@ _MAX_SALT_BYTES = 1 << 16
 _TOKEN_BYTES = 4
 _MAX_PRIORITY = (1 << 63) - 1
 _MEMORY = struct.Struct("<32sQ")
-#: Bytes of an offset in shared memory, as it is given back.
+#: The offset of a released slot in shared memory.
 OFFSET = struct.Struct("<Q")
-# Bytes that are read ahead of their use: many records of blocks in shared memory.
+# Bytes per read of small frames: many records of blocks in shared memory arrive together.
 _AHEAD_BYTES = 8192
-# Nearly the maximum that a socket accepts, in seconds.
+# Seconds; nearly the longest timeout that a socket accepts.
 _FOREVER = 1e6
 
 
 class Kind(IntEnum):
-    """The kind of a frame that a prefill engine sends."""
+    """First byte of each frame that a prefill engine sends."""
 
     RECORD = 1
     WAIT = 2
@@ -73,7 +73,7 @@ class Kind(IntEnum):
     REFUSED = 6
 
 
-#: The frame that says that nothing is ready yet.
+#: Tells the decode engine that nothing is ready yet.
 WAIT_FRAME = _HEAD.pack(Kind.WAIT)
 
 
@@ -83,20 +83,20 @@ def shared_frame(record: Record) -> bytes:
 
 
 class WireError(Exception):
-    """The other end refuses all prompts, or sent something that the protocol does not allow; the
-    message says what."""
+    """The peer refuses all prompts or violates the protocol. The message says how."""
 
 
 class PromptError(Exception):
-    """A prompt is not computed, which says nothing about the next one; the message says why."""
+    """The prefill engine does not compute this prompt; it may compute others. The message says
+    why."""
 
 
 class SlowError(PromptError):
-    """The same, because it would have taken too long."""
+    """The prompt would have taken too long."""
 
 
 class Welcome(NamedTuple):
-    """A prefill engine's greeting.
+    """A prefill engine's description of itself.
 
     Attributes:
         max_tokens: Maximum tokens of a prompt.
@@ -109,16 +109,16 @@ class Welcome(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """A prompt that another engine will answer.
+    """A prompt to prefill for another engine.
 
-    Its blocks are sent in this order: those of the first KV cache group from `first_block` on, then
-    what each other group needs to continue after them.
+    Blocks are sent in this order: those of the first KV cache group from `first_block` on, then the
+    blocks of each other group that decoding after them requires.
 
     Attributes:
-        identity: Digest of the model and its cache.
-        tokens: All tokens of the full blocks and one more, 4 bytes each.
-        salt: Salt of its prefixes, as the decode engine's prefix tree has it.
-        first_block: Blocks that need not be sent.
+        identity: Digest of the model and the format of its KV cache.
+        tokens: Token ids of the full blocks and one more, 4 bytes each.
+        salt: Cache salt, as in the decode engine's prefix tree.
+        first_block: Number of leading blocks that the decode engine already has.
         priority, background: See `Request`.
     """
 
@@ -134,7 +134,7 @@ class PrefillRequest:
         return len(self.tokens) // _TOKEN_BYTES
 
     def encode(self) -> bytes:
-        """Returns the frame."""
+        """Returns the bytes of the request."""
         salt = b"" if self.salt is None else self.salt.encode("utf-8", "surrogatepass")
         head = _REQUEST.pack(
             self.identity,
@@ -148,13 +148,13 @@ class PrefillRequest:
 
 
 class Connection:
-    """One end of a connection. Each direction belongs to one thread at a time.
+    """One end of a connection. One thread at a time may read, and one may send.
 
     Args:
-        sock: A connected socket of the stream type. The connection owns it.
+        sock: A connected stream socket; closed by `close`.
 
     Attributes:
-        is_closed: True once this end has called `close`.
+        is_closed: True once `close` was called on this end.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -173,29 +173,29 @@ class Connection:
     # Greeting.
 
     def greet_as_server(self, secret: bytes) -> None:
-        """Proves to the other end that this one has the secret, and has it do the same.
+        """Authenticates both ends to each other: each proves that it has the secret.
 
         Raises:
-            WireError: It does not have the secret.
-            OSError: It is gone, or takes too long.
+            WireError: The peer has another secret.
+            OSError: The peer has gone or takes too long.
         """
-        deadline, nonce = time.monotonic() + TO_GREET, secrets.token_bytes(_NONCE_BYTES)
-        self.send(MAGIC + nonce, TO_GREET)
+        deadline, nonce = time.monotonic() + GREETING_TIMEOUT, secrets.token_bytes(_NONCE_BYTES)
+        self.send(MAGIC + nonce, GREETING_TIMEOUT)
         answer = self.read(_NONCE_BYTES + _PROOF_BYTES, deadline)
         nonces = nonce + answer[:_NONCE_BYTES]
         if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"decode", nonces)):
             raise WireError("it has another secret")
-        self.send(_proof(secret, b"prefill", nonces), TO_GREET)
+        self.send(_proof(secret, b"prefill", nonces), GREETING_TIMEOUT)
 
     def greet_as_client(self, secret: bytes) -> None:
-        """See `greet_as_server`."""
-        deadline = time.monotonic() + TO_GREET
+        """The decode engine's part of `greet_as_server`; raises the same errors."""
+        deadline = time.monotonic() + GREETING_TIMEOUT
         greeting = self.read(len(MAGIC) + _NONCE_BYTES, deadline)
         if not greeting.startswith(MAGIC):
-            raise WireError("it is no prefill engine of this version")
+            raise WireError("it is not a prefill engine of this version")
         nonce = secrets.token_bytes(_NONCE_BYTES)
         nonces = greeting[len(MAGIC) :] + nonce
-        self.send(nonce + _proof(secret, b"decode", nonces), TO_GREET)
+        self.send(nonce + _proof(secret, b"decode", nonces), GREETING_TIMEOUT)
         try:
             proof = self.read(_PROOF_BYTES, deadline)
         except ConnectionError:
@@ -204,51 +204,62 @@ class Connection:
             raise WireError("it has another secret")
 
     def send_welcome(self, welcome: Welcome) -> None:
-        """Tells the other end what it must know before it asks."""
+        """Sends what a decode engine must know before it sends a prompt."""
         name = welcome.local_name
-        self.send(_MAX_TOKENS.pack(welcome.max_tokens) + _TEXT.pack(len(name)) + name, TO_GREET)
+        self.send(
+            _MAX_TOKENS.pack(welcome.max_tokens) + _TEXT.pack(len(name)) + name, GREETING_TIMEOUT
+        )
 
     def read_welcome(self, timeout: float) -> Welcome:
-        """Reads what `send_welcome` has sent."""
+        """Reads what `send_welcome` sends; `timeout` is in seconds."""
         deadline = time.monotonic() + timeout
         [max_tokens] = _MAX_TOKENS.unpack(self.read(_MAX_TOKENS.size, deadline))
         return Welcome(max_tokens, self._read_text(deadline))
 
-    def send_memory(self, fd: int, sight: bytes, num_bytes: int) -> None:
-        """Passes a descriptor of shared memory over a local socket. See `transfer.memory`."""
-        self._sends.settimeout(TO_GREET)
-        socket.send_fds(self._sends, [_MEMORY.pack(sight, num_bytes)], [fd])
+    def send_memory(self, fd: int, digest: bytes, num_bytes: int) -> None:
+        """Passes a descriptor of shared memory over a local socket.
+
+        Args:
+            digest: See `memory.token_digest`.
+            num_bytes: Size of the memory.
+        """
+        self._sends.settimeout(GREETING_TIMEOUT)
+        socket.send_fds(self._sends, [_MEMORY.pack(digest, num_bytes)], [fd])
 
     def read_memory(self, timeout: float) -> tuple[int, bytes, int]:
-        """Returns what `send_memory` has passed. The caller closes the descriptor."""
+        """Returns the arguments of `send_memory`. The caller closes the descriptor.
+
+        Raises:
+            OSError: The peer sent no descriptor, has gone, or takes too long.
+        """
         deadline = time.monotonic() + timeout
         self._reads.settimeout(timeout)
         data, fds, _, _ = socket.recv_fds(self._reads, _MEMORY.size, 1)
         try:
             if not data or len(fds) != 1:
-                raise ConnectionError("no shared memory came")
-            sight, num_bytes = _MEMORY.unpack(data + self.read(_MEMORY.size - len(data), deadline))
+                raise ConnectionError("the peer sent no shared memory")
+            digest, num_bytes = _MEMORY.unpack(data + self.read(_MEMORY.size - len(data), deadline))
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        return fds[0], sight, num_bytes
+        return fds[0], digest, num_bytes
 
     # Frames.
 
     def send_request(self, request: PrefillRequest, timeout: float) -> None:
-        """Sends a request. Only frames come back."""
+        """Sends a request. Only frames arrive after it, so reading ahead is safe from now on."""
         self._reads_ahead = True
         self.send(request.encode(), timeout)
 
     def read_request(self, max_tokens: int) -> PrefillRequest:
-        """Reads a request.
+        """Reads a request of at most `max_tokens` tokens.
 
         Raises:
-            WireError: It is none, or too long.
-            OSError: The other end is gone, or takes too long.
+            WireError: The request is invalid or too long.
+            OSError: The peer has gone or takes too long.
         """
-        deadline = time.monotonic() + TO_GREET
+        deadline = time.monotonic() + GREETING_TIMEOUT
         head = self.read(_REQUEST.size, deadline)
         identity, num_tokens, first_block, priority, background, num_salt = _REQUEST.unpack(head)
         if not 0 < num_tokens <= max_tokens:
@@ -260,32 +271,32 @@ class Connection:
             encoded = self.read(num_salt, deadline) if has_salt else None
             salt = None if encoded is None else encoded.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
-            raise WireError("a salt is no text") from None
+            raise WireError("a salt is not UTF-8") from None
         tokens = self.read(num_tokens * _TOKEN_BYTES, deadline)
         return PrefillRequest(identity, tokens, salt, first_block, priority, bool(background))
 
     def send_record(self, record: Record, data: memoryview, timeout: float) -> None:
-        """Sends a block. `timeout` is for each wait until the other end takes some of it."""
+        """Sends a block. `timeout` applies to each wait until the peer accepts more bytes."""
         self._send([memoryview(_HEAD.pack(Kind.RECORD) + record.pack()), data.cast("B")], timeout)
 
-    def read_given_back(self) -> int:
-        """Reads an offset that was given back, however long that takes.
+    def read_released(self) -> int:
+        """Waits, without a limit, for the offset of a released slot.
 
         Raises:
-            OSError: The other end is gone.
+            OSError: The peer has gone.
         """
         self._reads_ahead = True
         return int(OFFSET.unpack(self.read(OFFSET.size, time.monotonic() + _FOREVER))[0])
 
     def send_end(self, failure: str | None, timeout: float) -> None:
-        """Sends the end: all records were sent, or why they were not."""
+        """Sends END, or FAILED with the reason."""
         if failure is None:
             self.send(_HEAD.pack(Kind.END), timeout)
         else:
             self._send_reason(Kind.FAILED, failure, timeout)
 
     def send_refusal(self, reason: str, timeout: float) -> None:
-        """Says why no prompt of the other end is computed."""
+        """Tells the peer why none of its prompts will be computed."""
         self._send_reason(Kind.REFUSED, reason, timeout)
 
     def _send_reason(self, kind: Kind, reason: str, timeout: float) -> None:
@@ -296,8 +307,8 @@ class Connection:
         """Reads the kind of the next frame.
 
         Raises:
-            WireError: There is no such kind.
-            OSError: The other end is gone, or silent for `timeout` seconds.
+            WireError: The kind is unknown.
+            OSError: The peer has gone, or is silent for `timeout` seconds.
         """
         [value] = self.read(_HEAD.size, time.monotonic() + timeout)
         try:
@@ -306,11 +317,11 @@ class Connection:
             raise WireError(f"there is no frame of kind {value}") from None
 
     def read_record(self, timeout: float) -> Record:
-        """Reads the rest of a `RECORD` up to its bytes, or of a `SHARED`."""
+        """Reads the record of a `RECORD` (without its bytes) or `SHARED` frame."""
         return Record.unpack(self.read(RECORD_BYTES, time.monotonic() + timeout))
 
     def read_reason(self, timeout: float) -> str:
-        """Reads the rest of a `FAILED` or a `REFUSED`."""
+        """Reads the reason of a `FAILED` or `REFUSED` frame."""
         return self._read_text(time.monotonic() + timeout).decode("utf-8", "replace")
 
     def _read_text(self, deadline: float) -> bytes:
@@ -320,18 +331,18 @@ class Connection:
     # Bytes.
 
     def send(self, data: bytes, timeout: float) -> None:
-        """Sends bytes.
+        """Sends all bytes.
 
         Raises:
-            OSError: The other end is gone, or took none of them for `timeout` seconds.
+            OSError: The peer has gone, or accepted no bytes for `timeout` seconds.
         """
         self._send([memoryview(data)], timeout)
 
     def send_now(self, data: bytearray) -> int:
-        """Sends what the socket takes at once; returns how many bytes.
+        """Sends what the socket accepts without blocking; returns the number of bytes.
 
         Raises:
-            OSError: The other end is gone.
+            OSError: The peer has gone.
         """
         if not data:
             return 0
@@ -342,10 +353,10 @@ class Connection:
             return 0
 
     def wait_until_writable(self, timeout: float) -> None:
-        """Waits until `send_now` may send something.
+        """Waits until `send_now` can send something.
 
         Raises:
-            OSError: It takes too long, or this end was closed.
+            OSError: `timeout` seconds have passed, or this end was closed.
         """
         poll = select.poll()  # `select.select` has a limit of 1024 descriptors
         try:
@@ -353,10 +364,10 @@ class Connection:
         except ValueError:
             raise ConnectionError("the connection was closed") from None
         if not poll.poll(timeout * 1000):
-            raise TimeoutError("it reads nothing")
+            raise TimeoutError("the peer does not read")
 
     def _send(self, parts: list[memoryview], timeout: float) -> None:
-        """Sends parts together, so that a head wakes the other end only once its bytes come."""
+        """Sends parts together, so that the peer is not woken by a header without its bytes."""
         self._sends.settimeout(timeout)
         while parts:
             count = self._sends.sendmsg(parts)
@@ -366,7 +377,7 @@ class Connection:
                 parts[0] = parts[0][count:]
 
     def read(self, count: int, deadline: float) -> bytes:
-        """Reads exactly `count` bytes."""
+        """Reads exactly `count` bytes; see `read_into`."""
         data = bytearray(count)
         self.read_into(memoryview(data), deadline)
         return bytes(data)
@@ -375,7 +386,7 @@ class Connection:
         """Fills `out`.
 
         Raises:
-            OSError: The other end is gone, or the deadline (`time.monotonic`) has passed.
+            OSError: The peer has gone, or the deadline (`time.monotonic`) has passed.
         """
         if self._ahead:
             out = self._take_ahead(out)
@@ -389,7 +400,7 @@ class Connection:
                 out = out[self._receive(out, deadline) :]
 
     def _take_ahead(self, out: memoryview) -> memoryview:
-        """Fills `out` with what was read ahead; returns what is left of it."""
+        """Copies buffered bytes to the beginning of `out`; returns the rest of `out`."""
         count = min(out.nbytes, self._ahead.nbytes)
         out[:count] = self._ahead[:count]
         self._ahead = self._ahead[count:]
@@ -398,7 +409,7 @@ class Connection:
     def _receive(self, out: memoryview, deadline: float) -> int:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it is silent")
+            raise TimeoutError("the peer is silent")
         self._reads.settimeout(left)
         count = self._reads.recv_into(out)
         if not count:
@@ -407,7 +418,7 @@ class Connection:
 
     @property
     def is_closed_by_peer(self) -> bool:
-        """True if the other end is gone, as far as known. Nothing else may be on its way."""
+        """True if the peer is known to have gone. Valid only while it has nothing to send."""
         self._reads.settimeout(0.0)
         try:
             return not self._reads.recv(1, socket.MSG_PEEK)
@@ -417,17 +428,17 @@ class Connection:
             return True
 
     def end_reading(self) -> None:
-        """Wakes a thread that reads, and every later one."""
+        """Ends this and every later read, also on another thread."""
         with contextlib.suppress(OSError):
             self._reads.shutdown(socket.SHUT_RD)
 
     def end_sending(self) -> None:
-        """Ends this end's direction: nothing more will come."""
+        """Tells the peer that nothing more will come."""
         with contextlib.suppress(OSError):
             self._sends.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Ends both directions, also for a thread that waits in one."""
+        """Closes the connection; wakes a thread that waits for either direction."""
         self.is_closed = True
         with contextlib.suppress(OSError):
             self._reads.shutdown(socket.SHUT_RDWR)

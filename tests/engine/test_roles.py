@@ -530,7 +530,7 @@ def test_a_prompt_that_waits_for_others_at_the_prefill_engine(
 ) -> None:
     """It beats, so it is not dead. Its time counts as that of a slow engine does."""
     with monkeypatch.context() as patch:
-        patch.setattr(server, "BEAT", 0.0)
+        patch.setattr(server, "HEARTBEAT", 0.0)
         output = pair.decode.add_request("one", PROMPT, GREEDY)
         wait_until(lambda: pair.prefill.has_unfinished, "no prompt came")
         patch.setattr(receiver, "_PROGRESS", -1.0)
@@ -572,7 +572,7 @@ def test_silent_peers_without_the_secret_keep_no_one_out(
     pair: Pair, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_MAX_GREETINGS", 2)
-    monkeypatch.setattr(wire, "TO_GREET", 10 * TIMEOUT)
+    monkeypatch.setattr(wire, "GREETING_TIMEOUT", 10 * TIMEOUT)
     address = ("127.0.0.1", port_of(pair.prefill))
     silent = [socket.create_connection(address) for _ in range(3)]
     silent[0].settimeout(TIMEOUT)
@@ -728,9 +728,9 @@ class Changing:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"digest": bytes(16)}, "a block of another prompt came"),
-        ({"group": 1}, "a block of another prompt came"),
-        ({"length": 1 << 31}, "a block of 2147483648 bytes came instead of"),
+        ({"digest": bytes(16)}, "a block of another prompt arrived"),
+        ({"group": 1}, "a block of another prompt arrived"),
+        ({"length": 1 << 31}, "bytes but has 2147483648"),
     ],
 )
 def test_records_that_are_wrong(
@@ -753,7 +753,7 @@ def test_damaged_bytes(
         check_failed(pair, expected, "a block is damaged")
     else:
         Changing(monkeypatch, lambda record: record._replace(offset=1 << 40))
-        check_failed(pair, expected, "are not in")
+        check_failed(pair, expected, "exceed the memory")
 
 
 def test_blocks_that_are_left_out(
@@ -779,7 +779,7 @@ def test_a_salt_that_is_no_text(pair: Pair, caplog: pytest.LogCaptureFixture) ->
     connection.send(head + b"\xff\xfe\x80\x80" + bytes(36), 5.0)
     with pytest.raises(ConnectionError):
         connection.read_kind(TIMEOUT)
-    wait_until(lambda: "a connection was refused: a salt is no text" in caplog.text, "no word")
+    wait_until(lambda: "a connection was refused: a salt is not UTF-8" in caplog.text, "no word")
     connection.close()
 
 

@@ -22,7 +22,7 @@ import pytest
 from support.waiting import TIMEOUT
 
 from mlx_paged.offload.segments import Block
-from mlx_paged.transfer import local, memory, server, wire
+from mlx_paged.transfer import local, memory, receiver, server, wire
 from mlx_paged.transfer.memory import SharedMemory, Slot
 from mlx_paged.transfer.receiver import Arrived, Incoming, Receiver
 from mlx_paged.transfer.server import Outgoing, PrefillServer
@@ -114,7 +114,12 @@ class Asked:
 
     def __init__(self, port: int, count: int = 16) -> None:
         self.receiver = Receiver(("127.0.0.1", port), SECRET)
-        self.incoming = Incoming(
+        self.incoming = self.new(count)
+        self.receiver.start(self.incoming)
+
+    @staticmethod
+    def new(count: int) -> Incoming:
+        return Incoming(
             PrefillRequest(bytes(16), bytes(4)),
             {digest_of(number): number for number in range(count)},
             [SIZE],
@@ -122,7 +127,6 @@ class Asked:
             lambda data: None,
             lambda: None,
         )
-        self.receiver.start(self.incoming)
 
     def take(self, number: int) -> Arrived:
         """Waits for a block."""
@@ -453,6 +457,39 @@ def test_blocks_without_a_place_are_sent_in_order(
     wait_until(lambda: origin.is_free, "places are lost")
 
 
+def test_a_block_is_released_if_the_records_before_it_cannot_be_sent() -> None:
+    """The receiver leaves while a block without a slot waits behind one in shared memory."""
+    connection = mock.Mock()
+    connection.send_now.side_effect = ConnectionError("gone")
+    shared = SharedMemory(2 * SIZE)
+    outgoing = Outgoing(PrefillRequest(bytes(16), bytes(4)), connection, lambda: None, shared)
+    slot = outgoing.take_slot(SIZE)
+    assert slot is not None
+    outgoing.add(Block(digest_of(0), 0, slot.data, slot.free), slot)
+    released = mock.Mock()
+    outgoing.add(Block(digest_of(1), 0, memoryview(content_of(1)), released))
+    with pytest.raises(ConnectionError, match="gone"):
+        outgoing.send()
+    released.assert_called_once_with()
+    outgoing.leave()
+    outgoing.release_all()
+    assert outgoing.num_waiting_bytes == 0
+
+
+def test_a_transfer_without_a_thread_fails(origin: Origin, asked: Asked) -> None:
+    """Threads that could not be started do not count against the maximum of later ones."""
+    made = Receiver(("127.0.0.1", origin.server.port), SECRET)
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start")):
+        for _ in range(receiver.MAX_TRANSFERS):
+            made.start(incoming := asked.new(16))
+            assert incoming.failure == "no thread could be started: can't start"
+    for number in range(receiver.MAX_TRANSFERS):
+        made.start(incoming := asked.new(16))
+        incoming.cancel()
+        assert made._regular._num_threads == number + 1
+    made.close()
+
+
 def test_a_socket_that_takes_little_at_a_time(origin: Origin) -> None:
     """Records wait in order, and so do places that are given back."""
     asked = Asked(origin.server.port, count=4000)
@@ -494,7 +531,7 @@ def test_a_server_on_another_machine(origin: Origin) -> None:
 
 
 def test_a_system_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_nameless", mock.Mock(side_effect=OSError("none")))
+    monkeypatch.setattr(memory, "_anonymous_memory", mock.Mock(side_effect=OSError("none")))
     origin = Origin()
     check_tcp(origin)
     origin.server.close()
@@ -573,7 +610,7 @@ def test_named_memory_and_sockets_leave_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Systems without memory files and abstract sockets have names, which do not stay."""
-    monkeypatch.setattr(memory, "_nameless", memory._posix_memory)
+    monkeypatch.setattr(memory, "_anonymous_memory", memory._posix_memory)
     monkeypatch.setattr(local, "listen", local._listen_at_file)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
