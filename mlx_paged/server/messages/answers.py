@@ -1,4 +1,4 @@
-"""Bodies of answers, events and errors in Anthropic's form; declared as in `server.responses`."""
+"""Response, event and error types of Anthropic's API; declared as in `server.responses`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Usage(TypedDict):
 
 
 class Block(TypedDict):
-    """A part of an answer: text, thinking, or the use of a tool."""
+    """A content block of an answer: text, thinking, or a tool use."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: NotRequired[str]
@@ -56,7 +56,7 @@ class MessageAnswer(TypedDict):
 
 
 class Delta(TypedDict, total=False):
-    """More of a block, or how the message ended."""
+    """Further content of a block, or how the message ended."""
 
     type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]
     text: str
@@ -68,7 +68,7 @@ class Delta(TypedDict, total=False):
 
 
 class ErrorCause(TypedDict):
-    """Why, for programs."""
+    """Machine-readable cause of an error."""
 
     error_code: str
 
@@ -118,7 +118,7 @@ class TokenCount(TypedDict):
 
 
 class ModelInfo(TypedDict):
-    """A served name, as Anthropic's clients know models."""
+    """A served name, in the form of Anthropic's list of models."""
 
     type: Literal["model"]
     id: str

@@ -1,7 +1,7 @@
-"""Bodies of Anthropic's requests.
+"""Request bodies of Anthropic's API.
 
-Clients send more fields than a server of one open model supports, and new ones every month. Fields
-that change no answer are accepted. Requests for missing features are refused by name.
+Clients send more fields than a server of open models supports, and new ones every month. Fields
+that change no answer are accepted; fields that ask for an unsupported feature are refused by name.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from pydantic import Field
 from mlx_paged.server.bodies import Body, Label, StopString
 from mlx_paged.server.tool_requests import MAX_TOOLS, Name
 
-_NO_MEANING = "Taken; it changes nothing here."
+_NO_EFFECT = "Accepted; has no effect here."
 
 
 class Block(Body):
-    """A part of a message, or of the result of a tool."""
+    """A content block of a message or of a tool result."""
 
     type: str
     text: str | None = None
-    thinking: str | None = Field(None, description="Of an earlier answer.")
-    id: str | None = Field(None, description="Of the use of a tool.")
+    thinking: str | None = Field(None, description="Thinking of an earlier answer.")
+    id: str | None = Field(None, description="Id of a tool_use.")
     name: str | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: str | None = Field(None, description="Which use of a tool this is a result of.")
+    tool_use_id: str | None = Field(None, description="Id of the tool_use that a result answers.")
     content: str | Annotated[list[Block], Field(fail_fast=True)] | None = Field(
-        None, description="The result of a tool."
+        None, description="Content of a tool_result or search_result."
     )
     is_error: bool | None = None
-    tool_name: str | None = Field(None, description="Of a tool that was found.")
-    title: str | None = Field(None, description="Of a search result, or of a document.")
-    context: str | None = Field(None, description="Of a document: what it is about.")
+    tool_name: str | None = Field(None, description="Name of a tool that was found.")
+    title: str | None = Field(None, description="Title of a search result or a document.")
+    context: str | None = Field(None, description="What a document is about.")
     citations: dict[str, Any] | None = Field(
-        None, description="Of a document: citations are not supported, only enabled: false."
+        None, description="Only enabled: false, as citations are not supported."
     )
-    source: Any = Field(None, description="Of an image, a document or a search result.")
+    source: Any = Field(None, description="Source of an image, a document or a search result.")
 
 
 Blocks = Annotated[list[Block], Field(fail_fast=True)]
@@ -55,7 +55,7 @@ class ClientTool(Body):
     type: str | None = Field(
         None,
         description='null or "custom"; bash_20250124, text_editor_20250728 and memory_20250818, '
-        "and the older ones, have an input that Anthropic has defined. Others: 400.",
+        "and their older versions, have inputs defined by Anthropic. Others: 400.",
     )
     name: Name | None = None
     description: str | None = None
@@ -64,7 +64,7 @@ class ClientTool(Body):
         None, description="Refuse the request if the schema cannot be enforced."
     )
     max_characters: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Of a text editor: how much of a file it shows."
+        None, description="Maximum characters of a file that a text editor shows."
     )
 
 
@@ -72,21 +72,21 @@ class Choice(Body):
     """The tools that may be called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="Of the tool.")
+    name: str | None = Field(None, description="Name of the tool.")
     disable_parallel_tool_use: bool | None = Field(
-        None, description="true allows one call at most."
+        None, description="true allows at most one call."
     )
 
 
 class Thinking(Body):
-    """True if the model thinks first."""
+    """Whether the model thinks before it answers, and for how long."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
-        None, description="Maximum tokens of thinking; then its end is forced."
+        None, description="Maximum tokens of thinking, which is then ended."
     )
     display: Literal["summarized", "omitted"] | None = Field(
-        None, description="omitted leaves the text of thinking out."
+        None, description="omitted: thinking blocks without their text."
     )
 
 
@@ -98,7 +98,7 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """How the model answers."""
+    """Effort and format of the answer."""
 
     effort: Label | None = Field(None, description="Passed to the template as reasoning_effort.")
     format: OutputFormat | None = None
@@ -111,7 +111,7 @@ class Metadata(Body):
 
 
 class CountBody(Body):
-    """`POST /v1/messages/count_tokens`: the parts of a prompt."""
+    """`POST /v1/messages/count_tokens`: the fields that make the prompt."""
 
     model: str | None = Field(None, description="A served name; null and default mean the first.")
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
@@ -123,17 +123,17 @@ class CountBody(Body):
     output_format: OutputFormat | None = Field(
         None, description="An older name of output_config.format."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="vLLM's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in vLLM.")
 
-    # Options of Anthropic's own servers.
+    # Options of Anthropic's own service.
     mcp_servers: list[dict[str, Any]] | None = Field(None, description="Not supported: 400.")
-    billing_policy: Any = Field(None, description=_NO_MEANING)
+    billing_policy: Any = Field(None, description=_NO_EFFECT)
     cache_control: Any = Field(None, description="Accepted; prefixes are cached without it.")
     compaction: Any = Field(None, description="Not supported: 400.")
-    context_management: Any = Field(None, description=_NO_MEANING)
-    speed: Label | None = Field(None, description=_NO_MEANING)
-    user_profile_id: Label | None = Field(None, description=_NO_MEANING)
-    workspace_id: Label | None = Field(None, description=_NO_MEANING)
+    context_management: Any = Field(None, description=_NO_EFFECT)
+    speed: Label | None = Field(None, description=_NO_EFFECT)
+    user_profile_id: Label | None = Field(None, description=_NO_EFFECT)
+    workspace_id: Label | None = Field(None, description=_NO_EFFECT)
 
 
 class MessagesBody(CountBody):
@@ -159,15 +159,15 @@ class MessagesBody(CountBody):
         None, description="Requests with different salts share no cached blocks."
     )
 
-    # Options of Anthropic's own servers.
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description=_NO_MEANING)
+    # Options of Anthropic's own service.
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description=_NO_EFFECT)
     container: Any = Field(None, description="Not supported: 400.")
-    diagnostics: Any = Field(None, description=_NO_MEANING)
-    fallback_credit_token: Any = Field(None, description=_NO_MEANING)
-    fallbacks: Any = Field(None, description=_NO_MEANING)
-    inference_geo: Label | None = Field(None, description=_NO_MEANING)
+    diagnostics: Any = Field(None, description=_NO_EFFECT)
+    fallback_credit_token: Any = Field(None, description=_NO_EFFECT)
+    fallbacks: Any = Field(None, description=_NO_EFFECT)
+    inference_geo: Label | None = Field(None, description=_NO_EFFECT)
     thread: Any = Field(None, description="Not supported: 400.")
 
 
-#: Fields that need work of Anthropic's servers.
+#: Fields that ask for features of Anthropic's service.
 REFUSED = ("mcp_servers", "compaction", "container", "thread")

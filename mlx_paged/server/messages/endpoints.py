@@ -43,14 +43,14 @@ from mlx_paged.server.streaming import TextEvent, respond
 from mlx_paged.server.turn import PreparedTurn, TurnAdapter
 from mlx_paged.server.turn_preparation import prepare
 
-# Clients send it back, and drop thinking without a signature. There is nothing to prove here.
+# Clients drop thinking without a signature, and send the signature back. This server checks none.
 SIGNATURE = "bWx4LXBhZ2Vk"
 
 BlockType: TypeAlias = Literal["text", "thinking", "tool_use"]
 
 
 async def messages(request: Request) -> Response:
-    """Answers a conversation, as a whole or as a stream."""
+    """Answers a conversation, whole or streamed."""
     body = await read_body(request, MessagesBody)
     context, trace = context_of(request), request_log_of(request)
     trace.fields |= {"model": body.model, "stream": bool(body.stream)}
@@ -82,7 +82,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    """Returns how the answer is generated."""
+    """Converts a body to sampling parameters."""
     asked: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -97,18 +97,18 @@ def _params(body: MessagesBody, model: ServedModel) -> SamplingParams:
         if model.reasoning_format is not None:
             asked["thinking_token_budget"] = body.thinking.budget_tokens
     asked = {name: value for name, value in asked.items() if value is not None}
-    # 0 only computes the prompt, which needs one sampled token.
+    # max_tokens 0 only computes the prompt; the engine samples at least one token.
     limits = (max(1, body.max_tokens), model.defaults.max_new_tokens)
     max_tokens = min(limit for limit in limits if limit is not None)
     return SamplingParams(**{**model.defaults.sampling, **asked}, max_tokens=max_tokens)
 
 
 def _room(model: ServedModel, prompt: Sequence[int]) -> int | None:
-    """Returns the room for an answer in the context, in tokens; None means no limit.
+    """Returns the tokens left for an answer in the context; None means no limit.
 
     Raises:
-        ApiError: There is none. The words are Anthropic's, on which clients compact the
-            conversation.
+        ApiError: 400, the prompt fills the context. The message is Anthropic's, because clients
+            recognize it and compact the conversation.
     """
     limit = model.renderer.max_model_len
     if limit is None:
@@ -126,7 +126,7 @@ class MessagesAdapter(TurnAdapter):
     """The answer is a message of blocks: thinking, text and tool uses, in order.
 
     Args:
-        is_cut_by_context: True if the client wants more tokens than the context has.
+        is_cut_by_context: True if the context limits the answer, not the client's max_tokens.
     """
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -214,8 +214,8 @@ class MessagesAdapter(TurnAdapter):
     # The stream.
 
     def begin(self) -> Iterable[bytes]:
-        """Returns the message without content. The cached part of the prompt is still unknown; the
-        last event has the final usage."""
+        """Returns the message without content. How much of the prompt was cached is not known yet;
+        the last event has the final usage."""
         message: MessageAnswer = {
             "id": self._id,
             "type": "message",
@@ -243,7 +243,7 @@ class MessagesAdapter(TurnAdapter):
         yield _event({"type": "message_stop"})
 
     def _block_events(self, event: Event) -> Iterator[bytes]:
-        """Yields the events of a piece of a block. Another kind of block ends the open one."""
+        """Yields the events of a piece of a block. A block of another type closes the open one."""
         if isinstance(event, ContentText):
             if self._open != "text":
                 yield from self._begin({"type": "text", "text": ""})
@@ -276,7 +276,7 @@ class MessagesAdapter(TurnAdapter):
         )
 
     def _delta(self, pattern: Delta, text: str) -> bytes:
-        """Returns a delta of the open block; all its deltas have one type."""
+        """Returns a delta of the open block, whose deltas all have the same type."""
         if self._text_event is None:
             index = self._num_blocks
             event = _event({"type": "content_block_delta", "index": index, "delta": pattern})
@@ -303,7 +303,7 @@ def _event(body: MessageEvent) -> bytes:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments of a call, or the written part of those of a cut call."""
+    """Parses the arguments of a call; for a cut call, the part that was written."""
     try:
         found = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:

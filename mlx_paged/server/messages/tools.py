@@ -1,4 +1,4 @@
-"""Tools of Anthropic's requests: the client's own, and those with input schemas by Anthropic."""
+"""Tools in Anthropic's requests: custom ones, and client tools whose schemas Anthropic defines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODES: dict[str, Any] = {"auto": "auto", "any": "required", "tool": "named", "n
 
 
 class _Defined(NamedTuple):
-    """A tool that the client runs, with an input that Anthropic has defined."""
+    """A client tool whose input schema Anthropic defines."""
 
     name: str
     description: str
@@ -67,10 +67,10 @@ _INSERT_LINE = {
 
 
 def _editor(name: str, commands: Sequence[str], inserted: str) -> _Defined:
-    """Returns the text editor.
+    """Returns a version of the text editor.
 
     Args:
-        inserted: The property that has the text of `insert`.
+        inserted: The property that holds the text of `insert`.
     """
     replaced = "Of str_replace: the text that replaces old_str."
     if inserted == "new_str":
@@ -142,7 +142,7 @@ def tools_of(body: CountBody) -> list[Tool]:
 
 
 def _client_tool(tool: ClientTool, where: str) -> Tool:
-    """Returns a tool with its own schema."""
+    """Converts a custom tool."""
     for field in ("name", "input_schema"):
         if getattr(tool, field) is None:
             at = f"{where}.{field}"
@@ -154,7 +154,7 @@ def _client_tool(tool: ClientTool, where: str) -> Tool:
 
 
 def _defined(tool: ClientTool, defined: _Defined, where: str) -> Tool:
-    """Returns a tool whose schema Anthropic has defined."""
+    """Converts a tool whose schema Anthropic defines."""
     if tool.name != defined.name:
         at = f"{where}.name"
         given = "it is missing" if tool.name is None else f"got {tool.name!r}"
@@ -174,12 +174,12 @@ def _defined(tool: ClientTool, defined: _Defined, where: str) -> Tool:
 def _unknown(kind: str | None, where: str) -> Exception:
     shown = shorten(f"{kind}", 64)
     if re.match(r"computer_|browser_", shown):
-        reason = "this server offers no tools that work a screen"
+        reason = "this server has no tools that control a screen"
     else:
         reason = "this server runs no tools"
     return bad_request(
         f"{where}.type",
-        f"{where}.type {shown!r} is not supported: {reason}; those that the client runs are "
+        f"{where}.type {shown!r} is not supported: {reason}. Supported client tools: "
         f"'custom', {', '.join(map(repr, DEFINED))}",
         "unsupported_parameter",
     )
@@ -206,16 +206,16 @@ def choice_of(body: CountBody, tools: Sequence[Tool]) -> ToolChoice:
     return ToolChoice("named", (given.name,), parallel=parallel)
 
 
-# Ids of calls. Anthropic's begin with `toolu_`; templates have their own forms.
+# Ids of calls. Anthropic's begin with `toolu_`; chat templates have their own formats.
 
 _PREFIX = "toolu_"
 
 
 def use_id(call_id: str) -> str:
-    """Returns the id of a tool's use for a call's id."""
+    """Converts the id of a call to the id of a tool_use."""
     return _PREFIX + re.sub(r"[^a-zA-Z0-9_-]", "_", call_id.removeprefix("call_"))
 
 
 def call_id(use_id: str) -> str:
-    """Returns the id of the call, as the model wrote it if the id of its use shows that."""
+    """Converts the id of a tool_use to the id of the call; inverts `use_id` where it can."""
     return use_id.removeprefix(_PREFIX) or use_id

@@ -1,4 +1,4 @@
-"""Reads Anthropic's bodies into the server's own `Turn`."""
+"""Converts Anthropic's request bodies to `Turn`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlx_paged.server.messages.bodies import REFUSED, Block, Blocks, CountBody, 
 from mlx_paged.server.messages.tools import call_id, choice_of, tools_of
 from mlx_paged.server.turn import Turn
 
-# The first system block of Claude Code. It names the version of the client and a checksum of the
-# conversation, so a prompt with it would share no prefix with the next one.
+# The first system block of Claude Code. It contains a checksum of the conversation, so prompts that
+# kept it would share no prefix.
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _BLOCKS: TypeAdapter[list[Block]] = TypeAdapter(list[Block])
 
@@ -59,7 +59,7 @@ def turn_of(body: CountBody) -> Turn:
 
 
 def _template_kwargs(body: CountBody) -> dict[str, Any]:
-    """Returns the template's variables for thinking and its effort."""
+    """Returns the chat template's variables for thinking and effort."""
     kwargs = template_kwargs_of(body.chat_template_kwargs)
     if body.thinking is not None:
         thinks = body.thinking.type != "disabled"
@@ -99,7 +99,7 @@ def _structured_outputs(body: CountBody) -> StructuredOutputs | None:
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
-    """Returns the messages as chats have them; neighbors with the same role become one message."""
+    """Converts messages to those of chats; joins neighbors with the same role."""
     messages: list[dict[str, Any]] = []
     if system := _system(body.system):
         messages.append({"role": "system", "content": system})
@@ -109,7 +109,7 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
     if messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # There is nothing to continue.
     if all(message["role"] == "system" for message in messages):
-        raise bad_request("messages", "messages must have at least one message of the user")
+        raise bad_request("messages", "messages must have at least one user message")
     return messages
 
 
@@ -122,7 +122,7 @@ def _system(given: str | Blocks | None) -> str | Content:
 
 
 def _content(texts: Iterable[str]) -> str | Content:
-    """Texts as a content."""
+    """Joins texts to the content of a message."""
     return concatenated("", [text for text in texts if text])
 
 
@@ -139,7 +139,7 @@ def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
 
 
 def _plain(message: MessageBody, where: str) -> list[dict[str, Any]]:
-    """Converts a message to those of chats, where results of tools are separate messages."""
+    """Converts a message to those of chats, where each tool result is a message of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":
@@ -155,14 +155,14 @@ def _plain(message: MessageBody, where: str) -> list[dict[str, Any]]:
 
 
 def _answer(blocks: Blocks, where: str) -> dict[str, Any]:
-    """Returns an earlier answer."""
+    """Converts a message of the assistant."""
     texts, reasoning, calls = [], [], []
     for i, block in enumerate(blocks):
         at = f"{where}.content.{i}"
         if block.type == "thinking":
             reasoning.append(block.thinking or "")
         elif block.type == "redacted_thinking":
-            pass  # of another model, and unreadable
+            pass  # encrypted by another server
         elif block.type == "tool_use":
             calls.append(_call(block, at))
         else:
@@ -188,7 +188,7 @@ def _call(block: Block, where: str) -> dict[str, Any]:
 
 
 def _result(block: Block, where: str) -> dict[str, Any]:
-    """Returns the result of a call. No template knows of errors, so the text says it."""
+    """Converts a tool result. Templates have no field for errors, so the text says it."""
     if block.tool_use_id is None:
         name = f"{where}.tool_use_id"
         raise bad_request(name, f"{name} is missing", "missing_field")
@@ -206,10 +206,10 @@ def _result(block: Block, where: str) -> dict[str, Any]:
 
 
 def _content_of(block: Block, where: str) -> str | Content:
-    """Returns the text of a block, its image, or its document.
+    """Converts a text, image or document block.
 
     Raises:
-        ApiError, InvalidMediaError: 400 for other blocks.
+        ApiError, InvalidMediaError: 400 for other blocks and invalid images.
     """
     if block.type == "document":
         return _document(block, where)
@@ -243,11 +243,11 @@ def _source(block: Block, where: str) -> dict[str, Any]:
 
 
 def _document(block: Block, where: str) -> str | Content:
-    """Returns a document between tags, as Anthropic's guides have them in prompts."""
+    """Returns a document between tags, as Anthropic's prompting guides recommend."""
     if (block.citations or {}).get("enabled"):
         at = f"{where}.citations"
         raise bad_request(
-            at, f"{at} is not supported: answers do not cite", "unsupported_parameter"
+            at, f"{at} is not supported: answers have no citations", "unsupported_parameter"
         )
     found: str | Content = "<document>\n"
     for tag, text in (("title", block.title), ("context", block.context)):
@@ -259,10 +259,10 @@ def _document(block: Block, where: str) -> str | Content:
 
 
 def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
-    """Returns the text of a document.
+    """Returns the content of a document.
 
     Raises:
-        ApiError: 400 for an unsupported kind. PDFs have become text before (documents.py).
+        ApiError: 400 for an unsupported source. PDFs were converted to text before (documents.py).
     """
     kind, media_type = source.get("type"), source.get("media_type")
     if kind == "content":
@@ -289,7 +289,7 @@ def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
         )
     data = source.get("data")
     if not isinstance(data, str):
-        raise bad_request(f"{where}.data", f"{where}.data must be a text", "missing_field")
+        raise bad_request(f"{where}.data", f"{where}.data must be a string", "missing_field")
     if kind == "text":
         return data
     try:
@@ -300,13 +300,13 @@ def _document_content(source: Mapping[str, Any], where: str) -> str | Content:
 
 
 def _parts(content: Any, where: str) -> str | Content:
-    """Text, or blocks of text and images."""
+    """Converts a document's content: a string, or text and image blocks."""
     if isinstance(content, str):
         return content
     try:
         blocks = _BLOCKS.validate_python(content)
     except ValidationError:
-        raise bad_request(where, f"{where} must be a text or a list of blocks") from None
+        raise bad_request(where, f"{where} must be a string or a list of blocks") from None
     found: str | Content = ""
     for i, block in enumerate(blocks):
         if block.type not in ("text", "image"):
@@ -322,7 +322,7 @@ def _text(block: Block, where: str) -> str:
     """Returns the text of a block.
 
     Raises:
-        ApiError: 400 for an image or a document, and for blocks of Anthropic's own tools.
+        ApiError: 400 for blocks that are not text, including those of Anthropic's server tools.
     """
     if block.type == "text":
         if block.text is None:
@@ -336,7 +336,7 @@ def _text(block: Block, where: str) -> str:
         return f"The tool {block.tool_name} is available."
     raise bad_request(
         where,
-        f"{where} must be a text block here (or an image or a document, of the user or of a "
-        f"tool), not {shorten(block.type, 64)!r}",
+        f"{where} must be a text block here (user messages and tool results may also have images "
+        f"and documents) but got {shorten(block.type, 64)!r}",
         "unsupported_parameter",
     )

@@ -1,1 +1,1 @@
-"""`/v1/responses`: OpenAI's Responses API, with a store of answers in memory."""
+"""`/v1/responses`: OpenAI's Responses API, with an in-memory store."""

@@ -1,4 +1,4 @@
-"""A generation as a response: whole, or as OpenAI's events with sequence numbers."""
+"""ResponseAdapter: formats a generation as a response, whole or as OpenAI's numbered events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mlx_paged.server.responses_api.body import (
     summary_of,
 )
 from mlx_paged.server.responses_api.items import Item, new_id
-from mlx_paged.server.responses_api.output import Output, Told
+from mlx_paged.server.responses_api.output import EventBody, Output
 from mlx_paged.server.responses_api.store import ResponseStore, Segment
 from mlx_paged.server.streaming import Adapter
 from mlx_paged.server.turn import PreparedTurn
@@ -38,7 +38,9 @@ _TEXTS = (ContentText, ReasoningText, CallArguments)
 
 
 _NO_ROOM = ApiError(
-    500, "the response is larger than all that may be stored (--max-stored-bytes)", code="too_large"
+    500,
+    "the response exceeds the limit for stored responses (--max-stored-bytes)",
+    code="too_large",
 )
 
 
@@ -47,8 +49,8 @@ class Remembered:
     """The part of a response's input that the store keeps.
 
     Attributes:
-        new_input: Items that this response adds to the conversation.
-        before: The conversation that it continues.
+        new_input: Items that this request adds to the conversation.
+        before: The conversation that it continues; None if it begins one.
     """
 
     new_input: list[Item]
@@ -56,24 +58,23 @@ class Remembered:
 
 
 def wants_logprobs(body: ResponseBody) -> bool:
-    """True if text comes with log-probabilities."""
+    """Returns True if the request asks for log-probabilities."""
     return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
 
 def stores(body: ResponseBody, store: ResponseStore) -> bool:
-    """True if a response is stored once it has ended."""
+    """Returns True if a response is to be stored once it has ended."""
     return body.store is not False and store.max_responses > 0
 
 
 class ResponseAdapter(Adapter):
-    """The one answer of a turn. Once it has ended it is stored, unless `store` is false.
+    """Formats the answer to a turn, and stores it at its end unless `store` is false.
 
-    It reads token by token instead of piece by piece, because log-probabilities belong to the
-    tokens of text.
+    Reads token by token instead of piece by piece, to match log-probabilities to text.
 
     Attributes:
         id: Id of the response.
-        status: Its current status.
+        status: Current status of the response.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class ResponseAdapter(Adapter):
             encrypts=ENCRYPTED in (body.include or ()),
         )
         self._sequence = itertools.count()
-        self._logprobs: list[ContentLogprob] = []  # of tokens whose text has not arrived
+        self._logprobs: list[ContentLogprob] = []  # of tokens without an event so far
         self._is_cut = False
         self._is_background = bool(body.background)
         self.status: Status = "queued" if self._is_background else "in_progress"
 
     @property
     def remembered(self) -> Remembered:
-        """The part of its input that the store keeps."""
+        """The part of the input that the store keeps."""
         return self._remembered
 
     @property
@@ -124,7 +125,7 @@ class ResponseAdapter(Adapter):
         return response
 
     def now(self) -> Response:
-        """Returns the response so far, with the items that have ended."""
+        """Returns the response so far, with its finished items."""
         response = self._response(self.status)
         response["output"] = self._output.items
         return response
@@ -151,11 +152,11 @@ class ResponseAdapter(Adapter):
         response = self._ended()
         if self._store(response) or not self._is_background:
             yield self._sse({"type": f"response.{response['status']}", "response": response})
-        else:  # Its client would never get it.
+        else:  # The client could never retrieve it.
             yield self.failed(_NO_ROOM)
 
     def without_answer(self) -> Iterable[bytes]:
-        """Returns the end of a response whose prompt was computed without generating anything."""
+        """Returns the last event of a response that only computed its prompt."""
         response = self._ended()
         self._store(response)
         yield self._sse({"type": f"response.{response['status']}", "response": response})
@@ -169,10 +170,10 @@ class ResponseAdapter(Adapter):
         return self._sse({"type": "response.failed", "response": response})
 
     def stopped(self, failure: ApiError | None) -> Iterable[bytes]:
-        """Returns the last events of a response that was ended before its time.
+        """Returns the last events of a response that was stopped early.
 
         Args:
-            failure: Why it fails; None: it is cancelled.
+            failure: Why the response failed; None: it was cancelled.
         """
         yield from map(self._sse, self._output.close("incomplete"))
         if failure is not None:
@@ -182,62 +183,62 @@ class ResponseAdapter(Adapter):
         response = self.now()
         response["usage"] = self._usage()
         self._store_end(response)
-        # There is no event of that name. Clients treat this one as the end.
+        # There is no event for "cancelled". Clients treat this one as the end.
         yield self._sse({"type": "response.incomplete", "response": response})
 
     # From tokens to events.
 
-    def _read(self, piece: Piece) -> Iterator[Told]:
-        """Returns the deltas of a piece: one for neighbors of a kind, with any number of tokens."""
-        waiting: Event | None = None
+    def _read(self, piece: Piece) -> Iterator[EventBody]:
+        """Yields the events of a piece. Consecutive texts of one type become one delta."""
+        pending: Event | None = None
         logprobs: list[ContentLogprob] = []
-        for event, gained in self._events(piece):
-            if type(waiting) is type(event) and isinstance(event, _TEXTS):
-                waiting = type(event)(waiting.text + event.text)  # type: ignore[union-attr]
-                logprobs += gained
+        for event, event_logprobs in self._events(piece):
+            if type(pending) is type(event) and isinstance(event, _TEXTS):
+                pending = type(event)(pending.text + event.text)  # type: ignore[union-attr]
+                logprobs += event_logprobs
                 continue
-            if waiting is not None:
-                yield from self._output.take(waiting, logprobs)
-            waiting, logprobs = event, gained
-        if waiting is not None:
-            yield from self._output.take(waiting, logprobs)
+            if pending is not None:
+                yield from self._output.take(pending, logprobs)
+            pending, logprobs = event, event_logprobs
+        if pending is not None:
+            yield from self._output.take(pending, logprobs)
 
     def _events(self, piece: Piece) -> Iterator[tuple[Event, list[ContentLogprob]]]:
-        """The events of a piece, each with the log-probabilities of the tokens it consists of."""
+        """Yields the parsed events of a piece, each with the log-probabilities of its tokens."""
         reader = self._reader
         reports = self._reports(piece)
         for token, text in piece.updates:
             if token is not None:
                 self._logprobs += itertools.islice(reports, 1)
             for event in reader.feed(token, text):
-                yield event, self._gained()
+                yield event, self._take_logprobs()
             items = reader.answer.items
             if items and isinstance(items[-1], ReasoningText):
-                self._logprobs.clear()  # of the marker that ends it
+                self._logprobs.clear()  # of the marker that ends the reasoning
         if piece.finish_reason is not None:
             for event in reader.finish(is_cut=piece.is_cut):
-                yield event, self._gained()
+                yield event, self._take_logprobs()
             self._is_cut = piece.finish_reason == "length"
 
-    def _gained(self) -> list[ContentLogprob]:
-        gained, self._logprobs = self._logprobs, []
-        return gained
+    def _take_logprobs(self) -> list[ContentLogprob]:
+        taken, self._logprobs = self._logprobs, []
+        return taken
 
     def _reports(self, piece: Piece) -> Iterator[ContentLogprob]:
         body = self._body
         as_ids = bool(body.return_tokens_as_token_ids)
         return logprobs.chat_logprobs(piece.logprobs, body.top_logprobs or 0, as_ids=as_ids)
 
-    def _finish(self) -> Iterator[Told]:
-        """Ends open items. An answer without items becomes a message without text."""
+    def _finish(self) -> Iterator[EventBody]:
+        """Ends the open item. A finished answer without a message or call gets an empty message."""
         yield from self._output.close("incomplete" if self._is_cut else "completed")
         if not self._is_cut and not self._output.has_answer:
             yield from self._output.text("", [])
             yield from self._output.close()
 
-    def _sse(self, told: Told) -> bytes:
-        event = {**told, "sequence_number": next(self._sequence)}
-        return b"event: " + told["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+    def _sse(self, body: EventBody) -> bytes:
+        event = {**body, "sequence_number": next(self._sequence)}
+        return b"event: " + body["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
 
     # The response.
 
@@ -278,27 +279,27 @@ class ResponseAdapter(Adapter):
         }  # fmt: skip
 
     def _store(self, response: Response) -> bool:
-        """Stores the response if it asks for that; returns True if there was room."""
+        """Stores the response if the request wants that; returns False if there was no room."""
         store, remembered = self.generation.model.response_store, self._remembered
         if not stores(self._body, store):
             return True
         return store.put(response, remembered.new_input, remembered.before)
 
     def _store_end(self, response: Response) -> None:
-        """Stores a response in the background that was not completed: its client asks for it."""
+        """Stores a background response that was not completed, since its client will ask for it."""
         if not self._store(response):
             self._store({**response, "output": []})
 
 
 def failure_code(error: ApiError) -> str:
-    """Returns the code of a failed response, from those that clients know."""
+    """Returns the code of a failed response: one of those that clients know."""
     if error.code == "context_length_exceeded":
         return error.code
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
 
 
 def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Response:
-    """Returns the response without content."""
+    """Returns the fields of a response that do not change while it is generated."""
     text = body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {}
     choice = body.tool_choice
     return {
@@ -345,7 +346,7 @@ def _head(body: ResponseBody, turn: PreparedTurn, generation: Generation) -> Res
 
 
 def _echo(tool: ResponseTool) -> dict[str, Any]:
-    """Returns a tool of the request, as the response shows it."""
+    """Returns a tool of the request in the form in which the response repeats it."""
     shown: dict[str, Any] = {"type": tool.type}
     if tool.type == "namespace":
         shown["description"] = tool.description or ""

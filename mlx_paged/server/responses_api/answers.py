@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`' answers, like those of the other APIs in `server.responses`."""
+"""Response types of `/v1/responses`, declared as in `server.responses`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class TextPart(TypedDict):
-    """A text of a message of the input, of a reasoning, or of its summary."""
+    """Text of an input message, of reasoning, or of its summary."""
 
     type: Literal["input_text", "reasoning_text", "summary_text"]
     text: str
 
 
 class OutputText(TypedDict):
-    """The text of a message."""
+    """Text of an output message."""
 
     type: Literal["output_text"]
     text: str
@@ -29,7 +29,7 @@ class OutputText(TypedDict):
 
 
 class MessageItem(TypedDict):
-    """A message, of the model or of the input."""
+    """A message of the input or the output."""
 
     id: str
     type: Literal["message"]
@@ -94,7 +94,7 @@ class CustomCallOutputItem(TypedDict):
 
 
 class OtherItem(TypedDict):
-    """An item of the input that has no effect here."""
+    """An item of the input that is ignored."""
 
     id: str
     type: Literal["web_search_call"]
@@ -105,7 +105,7 @@ OutputItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputDetails(TypedDict):
-    """Parts of `input_tokens`: read from the prefix cache, and new in it."""
+    """Parts of `input_tokens`: read from the prefix cache, and written to it."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -141,7 +141,7 @@ class IncompleteDetails(TypedDict):
 
 
 class Response(TypedDict):
-    """`POST /v1/responses`, `GET /v1/responses/{id}`. Fields of the request are in it again."""
+    """`POST /v1/responses` and `GET /v1/responses/{id}`. Repeats the fields of the request."""
 
     id: str
     object: Literal["response"]

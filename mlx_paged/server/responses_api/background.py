@@ -1,4 +1,4 @@
-"""Responses in the background, which are generated with or without a reader."""
+"""Background responses, which are generated whether or not a client reads them."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:  # It imports the context, which imports this module.
 
 access_logger = logging.getLogger("mlx_paged.access")
 
-# Events that are dropped together from the beginning of a log.
+# Oldest events of a log that are dropped at once.
 _DROPPED = 64
 
 
 class BackgroundRun:
-    """One response in the background, and the log of its events.
+    """Generates one background response, and keeps a log of its events.
 
-    The log has events [first, first + len(events)); earlier ones have been dropped.
+    The log holds events [first, first + len(events)); earlier ones have been dropped.
 
     Args:
-        adapter: Its generation is submitted.
-        events: Events of its stream.
-        on_event: Called with the bytes of each new event.
-        on_end: Called once it has ended.
+        adapter: Adapter of the response; its generation is submitted.
+        events: The events of its stream.
+        on_event: Called with the size of each new event in bytes.
+        on_end: Called once the response has ended.
 
     Attributes:
         id: Id of the response.
-        adapter: Has the response so far; None once it has ended.
+        adapter: Adapter with the response so far; None once it has ended.
         has_ended: True if there will be no more events.
-        num_readers: Number of streams that follow it.
-        num_bytes: Size of the events in the log.
+        num_readers: Number of streams that follow the log.
+        num_bytes: Bytes of the events in the log.
     """
 
     def __init__(
@@ -60,25 +60,25 @@ class BackgroundRun:
         self._events: list[bytes] = []
         self._waiting: set[asyncio.Future[None]] = set()
         self._has_begun = False
-        self._failure: ApiError | None = None  # why it was ended before its time
+        self._failure: ApiError | None = None  # why the response was stopped; None: cancelled
         self._is_stopped = False
         self._task = asyncio.create_task(self._run(adapter, events))
 
     async def stop(self, failure: ApiError | None = None) -> None:
-        """Ends it, and waits until it has.
+        """Stops the response, and waits until it has ended.
 
         Args:
-            failure: Why it fails; None: the client has cancelled it.
+            failure: Why the response fails; None: the client has cancelled it.
         """
         self.end(failure)
         await asyncio.wait({self._task})
 
     def end(self, failure: ApiError | None) -> None:
-        """`stop` without waiting."""
+        """Stops the response without waiting."""
         if self.has_ended or self._is_stopped:
             return
         self._failure, self._is_stopped = failure, True
-        if self._has_begun:  # A task that is cancelled before would never run.
+        if self._has_begun:  # A task that is cancelled earlier would not run at all.
             self._task.cancel()
 
     async def _run(self, adapter: ResponseAdapter, events: AsyncIterator[bytes]) -> None:
@@ -88,7 +88,7 @@ class BackgroundRun:
                 async for event in events:
                     self._add(event)
         except asyncio.CancelledError:
-            if not self._is_stopped:  # the event loop ends
+            if not self._is_stopped:  # The event loop is ending.
                 self._failure, self._is_stopped = _shutting_down(), True
         if self._is_stopped:
             adapter.generation.close()
@@ -97,7 +97,7 @@ class BackgroundRun:
         self.has_ended = True
         self._wake()
         self._on_end(self)
-        self.adapter = None  # It holds the prompt and all tokens.
+        self.adapter = None  # frees the prompt and all tokens
 
     def _add(self, event: bytes) -> None:
         self._events.append(event)
@@ -112,7 +112,7 @@ class BackgroundRun:
                 each.set_result(None)
 
     def drop(self, count: int = _DROPPED) -> int:
-        """Drops its oldest events; returns their bytes."""
+        """Drops the oldest events; returns their bytes."""
         dropped, self._events = self._events[:count], self._events[count:]
         self._first += len(dropped)
         size = sum(map(len, dropped))
@@ -120,26 +120,26 @@ class BackgroundRun:
         return size
 
     def drop_all(self) -> int:
-        """Drops all its events; returns their bytes."""
+        """Drops all events; returns their bytes."""
         return self.drop(len(self._events))
 
     def check_has(self, sequence_number: int) -> None:
-        """Refuses a stream from a sequence number whose event has been dropped.
+        """Checks that the log still has the events from a sequence number on.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, the event has been dropped.
         """
         if sequence_number < self._first:
             raise ApiError(
                 400,
-                f"the events before {self._first} of {self.id} are not kept any more "
+                f"the events of {self.id} before {self._first} are no longer kept "
                 "(--max-stored-bytes): give a later starting_after, or retrieve it without stream",
                 param="starting_after",
                 code="events_not_kept",
             )
 
     async def follow(self, sequence_number: int) -> AsyncGenerator[bytes]:
-        """Yields its events from a sequence number on, including future ones."""
+        """Yields the events from a sequence number on, including future ones."""
         self.num_readers += 1
         try:
             while True:
@@ -153,24 +153,25 @@ class BackgroundRun:
                 changed = asyncio.get_running_loop().create_future()
                 self._waiting.add(changed)
                 await changed
-        except ApiError as error:  # The reader was too slow.
+        except ApiError as error:  # The reader was too slow: events were dropped.
             yield _error(error, sequence_number)
         finally:
             self.num_readers -= 1
 
 
 class BackgroundRuns:
-    """The responses in the background by id. Only one thread uses it.
+    """The background responses by id. Not thread-safe.
 
     Args:
-        metrics: Unfinished responses count as the server's load.
-        log: Write a line for each response that has ended.
+        metrics: Unfinished responses count toward the server's load.
         max_running: Maximum unfinished responses; 0 allows none.
         max_bytes: Maximum bytes of all logs. Logs of finished responses are dropped first, then the
             oldest events of the largest log.
+        log: Write an access log line for each response that has ended.
 
     Attributes:
-        on_count: Called with the number of unfinished responses when it has changed.
+        num_bytes: Bytes of all logs.
+        on_count: Called with the number of unfinished responses whenever it changes.
     """
 
     def __init__(
@@ -187,16 +188,16 @@ class BackgroundRuns:
         self._is_draining = False
 
     def check_room(self) -> None:
-        """Refuses another one if too many run.
+        """Checks that another background response may start.
 
         Raises:
-            ApiError: 429.
+            ApiError: 429, too many are running.
         """
         if len(self._running) >= self.max_running:
             raise ApiError(
                 429,
-                f"{len(self._running)} responses run in the background, and at most "
-                f"{self.max_running} may (--max-stored-responses)",
+                f"{len(self._running)} background responses are running, and at most "
+                f"{self.max_running} may run (--max-stored-responses)",
                 param="background",
                 code="too_many_in_background",
                 headers={"Retry-After": "1"},
@@ -206,10 +207,10 @@ class BackgroundRuns:
         """Runs a response whose generation is submitted.
 
         Args:
-            events: Events of its stream.
+            events: The events of its stream.
         """
         generation = adapter.generation
-        # The line of the request that started it is written long before its end.
+        # The log line of the request that started the response is written long before this one.
         fields = {**generation.trace.fields, "response": adapter.id}
         generation.trace = replace(generation.trace, fields=fields, held_bytes=0)
         run = BackgroundRun(adapter, events, self._on_event, self._on_end)
@@ -225,13 +226,13 @@ class BackgroundRuns:
         return self._running.get(response_id)
 
     def find(self, response_id: str) -> BackgroundRun | None:
-        """Returns a response that runs or still has its events, or None."""
+        """Returns a response that is running or whose events are still kept, or None."""
         if response_id in self._ended:
             self._ended.move_to_end(response_id)
         return self._running.get(response_id) or self._ended.get(response_id)
 
     async def forget(self, response_id: str) -> bool:
-        """Ends a response, and drops its events; returns True if it was running."""
+        """Stops a response and drops its events; returns True if it was running."""
         run = self._running.get(response_id)
         if run is not None:
             await run.stop()
@@ -240,14 +241,14 @@ class BackgroundRuns:
         return run is not None
 
     def drain(self) -> None:
-        """Ends those without a reader, because no other client can ask for them before the end."""
+        """Stops responses without a reader, since no client can ask for them during shutdown."""
         self._is_draining = True
         for run in list(self._running.values()):
             if not run.num_readers:
                 run.end(_shutting_down())
 
     async def close(self) -> None:
-        """Ends all."""
+        """Stops all responses."""
         self._is_draining = True
         error = _shutting_down()
         await asyncio.gather(*(run.stop(error) for run in list(self._running.values())))
@@ -269,7 +270,7 @@ class BackgroundRuns:
             trace = run.adapter.generation.trace
             trace.fields["response_status"] = run.adapter.status
             fields = {name: v for name, v in trace.log_fields().items() if name != "status"}
-            access_logger.info("a response in the background has ended", extra=fields)
+            access_logger.info("a background response has ended", extra=fields)
 
 
 def _shutting_down() -> ApiError:
@@ -277,7 +278,7 @@ def _shutting_down() -> ApiError:
 
 
 def _error(error: ApiError, sequence_number: int) -> bytes:
-    """Returns an error of one reader's stream."""
+    """Returns the event that ends the stream of one reader with an error."""
     event = {
         "type": "error", "code": error.code, "message": error.message, "param": error.param,
         "sequence_number": sequence_number,

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses`, and their tools, tool choices and text formats."""
+"""Request bodies of `/v1/responses`, and the conversion of tools, tool choice and text format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlx_paged.server.tool_requests import (
 
 logger = logging.getLogger(__name__)
 
-#: Joins a namespace and the name of its function for the model.
+#: Joins a namespace and the name of a function in the name that the model sees.
 JOINER = "__"
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -35,17 +35,17 @@ INCLUDABLE = (LOGPROBS, ENCRYPTED)
 
 
 class Part(Body):
-    """A part of a message's content, of a reasoning, or of the output of a call."""
+    """A part of a message, of reasoning, or of a call's output."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: str | None = Field(None, description="Of an input_image: data:, https:, ...")
+    image_url: str | None = Field(None, description="URL of an input_image: data:, https:, ...")
     detail: str | None = Field(None, description="For an input_image; low shrinks it.")
     file_id: str | None = Field(None, description="Not supported: 400.")
-    filename: str | None = Field(None, description="Of an input_file.")
+    filename: str | None = Field(None, description="Name of an input_file.")
     file_data: str | None = Field(
-        None, description="Of an input_file: a PDF, or text, in base64, or as a data: URL."
+        None, description="Content of an input_file: a PDF or text, in base64 or as a data: URL."
     )
     file_url: str | None = Field(None, description="Not supported: 400.")
 
@@ -54,11 +54,11 @@ Parts = Annotated[list[Part], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """An item of `input`. Its type determines which fields matter."""
+    """An item of `input`. Its type determines which fields are used."""
 
     type: str | None = Field(
         None,
-        description="message (also where it is left out), function_call, function_call_output, "
+        description="message (the default), function_call, function_call_output, "
         "custom_tool_call, custom_tool_call_output, reasoning or item_reference.",
     )
     id: Annotated[str, Field(max_length=256)] | None = None
@@ -68,12 +68,12 @@ class InputItem(Body):
     call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     name: Name | None = None
     namespace: Name | None = None
-    arguments: str | None = Field(None, description="Of a call: JSON text.")
-    input: str | None = Field(None, description="Of a call of a custom tool.")
-    output: str | Parts | None = Field(None, description="Of a call.")
-    summary: Parts | None = Field(None, description="Of reasoning.")
+    arguments: str | None = Field(None, description="Arguments of a call, as JSON text.")
+    input: str | None = Field(None, description="Input of a call of a custom tool.")
+    output: str | Parts | None = Field(None, description="Output of a call.")
+    summary: Parts | None = Field(None, description="Summary of reasoning.")
     encrypted_content: str | None = Field(
-        None, description="Of reasoning: read where this server wrote it, otherwise ignored."
+        None, description="Encrypted reasoning; ignored unless this server wrote it."
     )
 
 
@@ -95,7 +95,9 @@ class ResponseTool(Body):
     strict: bool | None = Field(
         None, description="Refuse the request if the schema cannot be enforced."
     )
-    format: CustomFormat | None = Field(None, description="Of a custom tool; null: any text.")
+    format: CustomFormat | None = Field(
+        None, description="Input format of a custom tool; null: any text."
+    )
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="The tools of a namespace."
     )
@@ -122,7 +124,7 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """About the text of the answer."""
+    """Options for the text of the answer."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(
@@ -131,7 +133,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """About the reasoning of the answer."""
+    """Options for reasoning."""
 
     effort: Annotated[str, Field(max_length=64)] | None = Field(
         None, description="Passed to the template; none turns reasoning off."
@@ -192,7 +194,8 @@ class ResponseBody(GenerationBody):
     previous_input_messages: Any = Field(None, description="Not supported: 400.")
     previous_response: Any = Field(None, description="Not supported: 400.")
     background: bool | None = Field(
-        None, description="true: answer at once; the response is generated whoever reads it."
+        None,
+        description="true: return at once, and generate the response even if no client reads it.",
     )
     conversation: Any = Field(None, description="Not supported: 400.")
     prompt: Any = Field(None, description="Not supported: 400.")
@@ -212,22 +215,22 @@ class ResponseBody(GenerationBody):
         return None
 
 
-# (field, values without effect, why no others are accepted).
+# (field, accepted values, why no others are accepted).
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("n", (1,), "must be 1: a response is one answer"),
+    ("n", (1,), "must be 1: a response has one answer"),
     ("response_format", (), "is a field of chats: give text.format"),
-    ("prompt_logprobs", (), "is not part of a response"),
+    ("prompt_logprobs", (), "is not supported: responses do not contain it"),
     ("truncate_prompt_tokens", (), "is a field of chats: give truncation"),
     ("truncation_side", (), "is a field of chats: give truncation"),
     ("enable_response_messages", (False,), "must be false: a response has items"),
     ("previous_input_messages", (), "is not supported: give input"),
     ("previous_response", (), "is not supported: give previous_response_id, or input"),
-    ("return_token_ids", (False,), "must be false: a response has no place for them"),
+    ("return_token_ids", (False,), "must be false: a response has no field for them"),
 )
 
 
 class InputTokensBody(Body):
-    """`POST /v1/responses/input_tokens`: the fields of `ResponseBody` that make its prompt."""
+    """`POST /v1/responses/input_tokens`: the fields of `ResponseBody` that make the prompt."""
 
     model: str | None = None
     input: Input | None = None
@@ -251,7 +254,7 @@ PromptBody = ResponseBody | InputTokensBody
 
 
 def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
-    """Returns the tools of a body; those in namespaces have joined names.
+    """Converts the tools of a body. Tools in namespaces get joined names.
 
     Raises:
         ApiError: 400 for a built-in tool, one without a name, or a repeated name.
@@ -281,7 +284,7 @@ def tools_of(body: PromptBody, request: Request) -> tuple[Tool, ...]:
 
 
 def _tool(tool: ResponseTool, where: str) -> Tool:
-    """Returns a function or a custom tool."""
+    """Converts a function or a custom tool."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     if tool.type == "custom":
@@ -301,7 +304,7 @@ def _tool(tool: ResponseTool, where: str) -> Tool:
 
 
 def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
-    """Returns the tools of a namespace. Its description comes once, before the first tool's."""
+    """Converts the tools of a namespace, whose description precedes that of the first tool."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     found = []
@@ -327,15 +330,15 @@ def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
 
 
 def joined(namespace: str | None, name: str) -> str:
-    """Returns the name of a function, as the model writes it."""
+    """Returns the name by which the model calls a function."""
     return name if namespace is None else f"{namespace}{JOINER}{name}"
 
 
 def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
-    """Returns the tools that may be called.
+    """Converts the tool choice.
 
     Raises:
-        ApiError: 400 for a choice that names no function of the request.
+        ApiError: 400 for a choice that names no tool of the request.
     """
     given, several = body.tool_choice, body.parallel_tool_calls is not False
     if given is None or isinstance(given, str):
@@ -372,7 +375,7 @@ def choice_of(body: PromptBody, tools: tuple[Tool, ...]) -> ToolChoice:
 
 
 def _allowed(entry: dict[str, Any], tools: tuple[Tool, ...], where: str) -> tuple[str, ...]:
-    """Returns the functions that an entry of `allowed_tools` means."""
+    """Returns the names of the tools that an entry of `allowed_tools` allows."""
     kind, name, namespace = entry.get("type"), entry.get("name"), entry.get("namespace")
     if isinstance(kind, str) and kind.startswith("web_search"):
         return ()
@@ -389,7 +392,7 @@ def _allowed(entry: dict[str, Any], tools: tuple[Tool, ...], where: str) -> tupl
 def _named(
     namespace: str | None, name: str, tools: tuple[Tool, ...], where: str
 ) -> tuple[str, ...]:
-    """Returns the one function of a name, given with or without its namespace."""
+    """Finds a tool by its name, with or without its namespace; returns a tuple of its full name."""
     wanted = joined(namespace, name)
     for tool in tools:
         if tool.name == wanted:
@@ -397,8 +400,8 @@ def _named(
     found = tuple(t.name for t in tools if namespace is None and t.local_name == name)
     if len(found) == 1:
         return found
-    what = "which several namespaces have" if found else "which tools lack"
-    raise bad_request(where, f"{where} names {wanted!r}, {what}")
+    problem = "several namespaces have it" if found else "tools does not have it"
+    raise bad_request(where, f"{where} names {wanted!r}, but {problem}")
 
 
 def text_of(body: ResponseBody) -> StructuredOutputs | None:
@@ -415,7 +418,7 @@ def text_of(body: ResponseBody) -> StructuredOutputs | None:
     if wanted is not None:
         raise bad_request(
             "structured_outputs",
-            "structured_outputs must not be given beside text.format: each says what the text is",
+            "structured_outputs must not be given together with text.format",
         )
     if given.type == "json_object":
         return StructuredOutputs(json_object=True)
@@ -465,7 +468,7 @@ def template_kwargs_of(body: PromptBody) -> dict[str, Any]:
 
 
 def summary_of(reasoning: Reasoning | None) -> str | None:
-    """Returns the requested summary of the reasoning; None asks for the reasoning itself."""
+    """Returns the requested kind of reasoning summary; None: the reasoning itself."""
     if reasoning is None:
         return None
     return reasoning.summary or reasoning.generate_summary

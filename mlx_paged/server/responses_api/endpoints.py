@@ -47,8 +47,8 @@ from mlx_paged.server.streaming import events_of, json_response, respond
 from mlx_paged.server.turn import PreparedTurn, Turn
 from mlx_paged.server.turn_preparation import prepare
 
-_MAX_PAGE, _PAGE = 100, 20
-# Names of the prompt and its limits in this API.
+_MAX_PAGE, _DEFAULT_PAGE = 100, 20  # items
+# Names of the engine's fields in this API.
 _NAMES = {
     "prompt": "input",
     "messages": "input",
@@ -58,7 +58,7 @@ _NAMES = {
 
 
 async def create(request: Request) -> HttpResponse:
-    """Answers the input, as a whole or as a stream."""
+    """Creates a response, whole or streamed."""
     body = await requests.read_body(request, ResponseBody)
     with own_names(request):
         adapter = await adapter_of(request, body)
@@ -70,13 +70,14 @@ async def create(request: Request) -> HttpResponse:
 async def adapter_of(
     request: Request, body: ResponseBody, latest: LatestResponse | None = None
 ) -> ResponseAdapter:
-    """Prepares the answer to a body; submits nothing yet. Errors use the engine's field names.
+    """Prepares the generation for a body without submitting it.
 
     Args:
-        latest: The last response of the connection, which need not be stored.
+        latest: The latest response of the connection, which may not be stored.
 
     Raises:
-        ApiError, InvalidParameterError: Something in the body is wrong.
+        ApiError, InvalidParameterError: The body is invalid. Fields have the engine's names, which
+            `own_names` translates.
     """
     context = context_of(request)
     model = context.models.of(body.model)
@@ -112,13 +113,15 @@ async def adapter_of(
 def _check_background(
     body: ResponseBody, model: ServedModel, new_input: list[Item], before: Segment | None
 ) -> None:
-    """Refuses a response in the background that its client could never retrieve.
+    """Refuses a background response that its client could not retrieve.
 
     Raises:
-        ApiError: 400 if it would not be stored.
+        ApiError: 400, the response would not be stored.
     """
     if body.store is False:
-        raise bad_request("background", "background needs store: true, to be asked for later")
+        raise bad_request(
+            "background", "background needs store: true, so that the response can be retrieved"
+        )
     if not model.response_store.max_responses:
         raise bad_request(
             "background",
@@ -128,12 +131,12 @@ def _check_background(
         )
     if not model.response_store.fits(new_input, before):
         raise bad_request(
-            "input", "input is larger than all that may be stored (--max-stored-bytes)"
+            "input", "input exceeds the limit for stored responses (--max-stored-bytes)"
         )
 
 
 async def _in_background(adapter: ResponseAdapter, *, stream: bool) -> HttpResponse:
-    """Starts a response in the background; answers with its current state, or with its events."""
+    """Starts a background response; returns its current state, or a stream of its events."""
     generation = adapter.generation
     await generation.submit()
     run = generation.context.background.start(adapter, events_of(adapter))
@@ -159,7 +162,7 @@ async def input_tokens(request: Request) -> HttpResponse:
 
 
 async def retrieve(request: Request) -> HttpResponse:
-    """A stored response, or one in the background; of that, also its events."""
+    """Returns a stored or background response, or streams the events of a background one."""
     query = _check_query(request, "include", "stream", "starting_after", "include_obfuscation")
     response_id = _id_of(request)
     first = _first_event(query)
@@ -174,16 +177,16 @@ async def retrieve(request: Request) -> HttpResponse:
         return await json_response(found)
     run = context.background.find(response_id)
     if run is None:
-        reason = "its events are not kept any more (--max-stored-bytes)"
+        reason = "its events are no longer kept (--max-stored-bytes)"
         if not found["background"]:
-            reason = "it was no response in the background"
+            reason = "it is not a background response"
         raise bad_request("stream", f"stream must be false for {response_id}: {reason}")
     run.check_has(first)
     return EventStream(run.follow(first), request_log_of(request), context.config)
 
 
 def _first_event(query: Mapping[str, str]) -> int | None:
-    """Returns the sequence number from which a query wants events; None if it wants none.
+    """Returns the first sequence number that a query asks for; None without a stream.
 
     Raises:
         ApiError: 400 for invalid values.
@@ -208,20 +211,20 @@ def _first_event(query: Mapping[str, str]) -> int | None:
 
 
 async def compact(_: Request) -> HttpResponse:
-    """Not found: an item that stands for a conversation needs a model that compacts it.
+    """Returns 404: compaction needs a model that was trained for it.
 
-    It has its own path, because it looks like the id of a response, which takes no POST.
+    Has a route of its own, because "compact" would be taken for the id of a response.
     """
     raise ApiError(
         404,
-        "this server compacts no conversations: send fewer items, or let truncation 'auto' leave "
-        "out the oldest",
+        "this server does not compact conversations: send fewer items, or let truncation 'auto' "
+        "drop the oldest",
         code="not_found",
     )
 
 
 async def delete(request: Request) -> HttpResponse:
-    """Forgets a stored response; one in the background ends."""
+    """Deletes a stored response; stops it first if it is running in the background."""
     response_id = _id_of(request)
     await context_of(request).background.forget(response_id)
     if not _store_of(request).delete(response_id):
@@ -231,7 +234,7 @@ async def delete(request: Request) -> HttpResponse:
 
 
 async def cancel(request: Request) -> HttpResponse:
-    """Ends a response in the background; one that has ended stays unchanged."""
+    """Cancels a background response; returns a finished one unchanged."""
     response_id = _id_of(request)
     run = context_of(request).background.running(response_id)
     if run is not None:
@@ -242,21 +245,22 @@ async def cancel(request: Request) -> HttpResponse:
     if not found["background"]:
         raise ApiError(
             400,
-            "only a response in the background can be cancelled; to end another one, close its "
-            "connection",
+            "only background responses can be cancelled; to end another one, close its connection",
             code="unsupported_operation",
         )
     return await json_response(found)
 
 
 async def input_items(request: Request) -> HttpResponse:
-    """The items that a stored response is an answer to, a page at a time."""
+    """Lists the input items of a stored response, in pages."""
     query = _check_query(request, "include", "after", "limit", "order")
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise bad_request("order", f"order must be 'asc' or 'desc' but got {shorten(order)!r}")
-    limit = query.get("limit", str(_PAGE))
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
+    limit = query.get("limit", str(_DEFAULT_PAGE))
+    if not (
+        limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_PAGE
+    ):
         raise bad_request(
             "limit", f"limit must be a number from 1 to {_MAX_PAGE} but got {shorten(limit)!r}"
         )
@@ -291,7 +295,7 @@ async def input_items(request: Request) -> HttpResponse:
 
 
 def _store_of(request: Request) -> ResponseStore:
-    """Returns the store that has the response of a path, or that of the default model."""
+    """Returns the store with the response that the path names, or that of the default model."""
     models, response_id = context_of(request).models, _id_of(request)
     stores = (model.response_store for model in models)
     found = (store for store in stores if store.status(response_id) is not None)
@@ -313,10 +317,10 @@ def _unknown(response_id: str) -> ApiError:
 
 
 def _check_query(request: Request, *known: str) -> dict[str, str]:
-    """Returns the query of a path.
+    """Returns the query parameters.
 
     Raises:
-        ApiError: 400 for a name that it does not have.
+        ApiError: 400 for an unknown parameter or an invalid value of `include`.
     """
     query = request.query_params
     for name in query:
@@ -325,7 +329,8 @@ def _check_query(request: Request, *known: str) -> dict[str, str]:
                 if value not in INCLUDABLE:
                     raise bad_request(
                         "include",
-                        f"include must be of {', '.join(INCLUDABLE)} but has {shorten(value)!r}",
+                        f"include must be one of {', '.join(INCLUDABLE)} but got "
+                        f"{shorten(value)!r}",
                     )
         elif name not in known:
             raise bad_request(
@@ -348,7 +353,7 @@ def _input_of(
         latest: See `adapter_of`.
 
     Raises:
-        ApiError: 400 for an item that is wrong, or a response that is not there.
+        ApiError: 400 for an invalid item, or a response that cannot be continued.
     """
     store = context.models.of(body.model).response_store
     stores = (store,) if latest is None else (latest, store)
@@ -365,7 +370,7 @@ def _input_of(
             raise bad_request(
                 "previous_response_id",
                 f"previous_response_id {shorten(body.previous_response_id, 64)!r} is {status}: "
-                "only a response with an answer can be gone on from",
+                "only a response that was completed can be continued",
                 "previous_response_not_completed",
             )
         if before is None and not store.max_responses:
@@ -386,7 +391,7 @@ def _input_of(
 
 
 def _dereferenced(item: Item, index: int, stores: Sequence[ResponseStore | LatestResponse]) -> Item:
-    """Returns an item, or the one that it refers to."""
+    """Returns an item, or the stored item that an item_reference refers to."""
     if item["type"] != "item_reference":
         return item
     found = next((found for store in stores if (found := store.item(item["id"]))), None)
@@ -400,7 +405,7 @@ def _dereferenced(item: Item, index: int, stores: Sequence[ResponseStore | Lates
 
 
 async def _items_before(segment: Segment | None) -> list[Item]:
-    """Returns the items of a conversation. Other tasks run between the responses."""
+    """Returns the items of a conversation; lets other tasks run in between."""
     items: list[Item] = []
     for each in segment.chain() if segment else ():
         items += from_json(each.input)
@@ -412,10 +417,10 @@ async def _items_before(segment: Segment | None) -> list[Item]:
 async def _turn_of(
     body: PromptBody, request: Request, new_input: list[Item], before: Segment | None
 ) -> Turn:
-    """Reads a body, apart from the form of the text.
+    """Converts a body to a turn, without the format of the text.
 
     Raises:
-        ApiError: 400 for something wrong.
+        ApiError: 400 for an invalid body.
     """
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
@@ -423,7 +428,7 @@ async def _turn_of(
     items = await _items_before(before)
     messages += messages_of([*items, *new_input], num_before=len(items))
     if not messages:
-        raise bad_request("input", "input must have something to answer")
+        raise bad_request("input", "input must have at least one message")
     tools = tools_of(body, request)
     conversation = Conversation(
         messages,
@@ -437,12 +442,12 @@ async def _turn_of(
 async def _prepare(
     request: Request, model: ServedModel, turn: Turn, params: SamplingParams, *, truncates: bool
 ) -> PreparedTurn:
-    """Prepares a turn. If allowed, one that is too long loses its oldest messages."""
+    """Prepares a turn; if `truncates`, drops the oldest messages of one that is too long."""
     if not truncates:
         return await prepare(request, model, turn, params)
 
     async def without(count: int) -> PreparedTurn | None:
-        """Prepares the turn without some of its oldest messages; None if it is still too long."""
+        """Prepares the turn without its `count` oldest; returns None if it is still too long."""
         messages = without_oldest(turn.conversation.messages, count)
         shorter = replace(turn, conversation=replace(turn.conversation, messages=messages))
         try:
@@ -459,7 +464,7 @@ async def _prepare(
     fits = await without(0) if num_all else None
     if fits is not None or num_all < 2:
         return fits or await prepare(request, model, turn, params)
-    # The minimum to drop: `low` turns are not enough, `high` are.
+    # Binary search for the minimum to drop: `low` turns are not enough, `high` are.
     low, high = 0, num_all - 1
     fits = await without(high)
     if fits is None:
@@ -476,7 +481,7 @@ async def _prepare(
 
 @contextlib.contextmanager
 def own_names(request: Request) -> Iterator[None]:
-    """Errors name fields as they are called here."""
+    """Translates the engine's field names in errors to those of this API."""
     try:
         try:
             yield

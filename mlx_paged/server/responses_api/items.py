@@ -1,4 +1,4 @@
-"""Items: the input of a response in its stored form, and as a conversation."""
+"""Converts the input of a response to items, the stored form, and items to chat messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_paged.parsing.custom import arguments_of
 from mlx_paged.server.errors import bad_request, shorten
 from mlx_paged.server.responses_api.body import Input, InputItem, Parts, joined
 
-#: An item as JSON has it.
+#: An item, in the API's format.
 Item = dict[str, Any]
 
 Messages = Sequence[Mapping[str, Any]]
 
 _INSTRUCTIONS = ("system", "developer")
 _CALLS = ("function_call", "custom_tool_call")
-# With the prefixes of their ids.
+# Types of outputs, with the prefixes of their ids.
 _OUTPUTS = {"function_call_output": "fco", "custom_tool_call_output": "ctco"}
 _ROLES = ("user", "assistant", "system", "developer")
 # Prefix of the `encrypted_content` of this server's reasoning.
@@ -29,15 +29,15 @@ _OURS = "mlx-paged:"
 
 
 def new_id(kind: str) -> str:
-    """Returns a new id; it cannot be guessed."""
+    """Returns a new, unguessable id."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
 def items_of(given: Input | None) -> list[Item]:
-    """Returns the items of `input`, checked, each with an id.
+    """Validates the items of `input`; returns them, each with an id.
 
     Raises:
-        ApiError: 400 for an item that this server does not know, or that lacks something.
+        ApiError: 400 for an unknown type of item, or a missing field.
     """
     if given is None:
         return []
@@ -125,11 +125,11 @@ def _content(content: str | Parts, role: str, where: str) -> list[Item]:
 
 
 def _parts(parts: Parts, kind: str, where: str) -> list[Item]:
-    """Parts of text, as the kind that belongs there, and images."""
+    """Converts parts: texts get the type `kind`; images are allowed in the input."""
     found: list[Item] = []
     for i, part in enumerate(parts):
         if part.type == "input_image" and kind == "input_text":
-            source_of(vars(part), f"{where}[{i}]")  # This validates it.
+            source_of(vars(part), f"{where}[{i}]")  # validates the part
             image: Item = {"type": "input_image", "image_url": part.image_url}
             found.append(image | {"detail": part.detail or "auto"})
             continue
@@ -138,7 +138,7 @@ def _parts(parts: Parts, kind: str, where: str) -> list[Item]:
             there = f"{where}[{i}]"
             raise bad_request(
                 there,
-                f"{there} must be a part with a text, or an input_image of the input, not "
+                f"{there} must be a part with text, or an input_image in the input, not "
                 f"{shorten(part.type, 64)!r}",
                 "unsupported_parameter",
             )
@@ -157,7 +157,7 @@ def _reasoning(given: InputItem, where: str) -> Item:
     content = given.content or []
     if isinstance(content, str):
         there = f"{where}.content"
-        raise bad_request(there, f"{there} must be a list of parts but got a text")
+        raise bad_request(there, f"{there} must be a list of parts but got a string")
     item: Item = {"id": given.id or new_id("rs"), "type": "reasoning", "summary": []}
     for name, kind, parts in (
         ("summary", "summary_text", given.summary or []),
@@ -175,15 +175,15 @@ def _reasoning(given: InputItem, where: str) -> Item:
 
 
 def encrypted(text: str) -> str:
-    """Returns reasoning in the form of `encrypted_content`, for clients that keep only that.
+    """Returns reasoning as `encrypted_content`, for clients that keep nothing else.
 
-    It is not secret: the client could have the text as well.
+    It is encoded, not encrypted: the client may see the text anyway.
     """
     return _OURS + base64.b64encode(text.encode()).decode()
 
 
 def reasoning_text(item: Item) -> str:
-    """Returns the text of a reasoning item; "" if another server has encrypted it."""
+    """Returns the text of a reasoning item; "" if another server encrypted it."""
     for name in ("content", "summary"):
         if item.get(name):
             return "\n".join(part["text"] for part in item[name])
@@ -197,19 +197,19 @@ def reasoning_text(item: Item) -> str:
 
 
 def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, Any]]:
-    """Converts items to the messages of a conversation.
+    """Converts items to the messages of a chat.
 
-    All parts of an answer (reasoning, text, calls) make one message.
+    Reasoning, text and calls of one answer become one message.
 
     Args:
-        num_before: Number of leading items from earlier responses.
+        num_before: Number of leading items that come from earlier responses.
 
     Raises:
-        ApiError: 400 for the output of a missing call.
+        ApiError: 400 for the output of a call that is missing.
     """
     messages: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None  # the assistant's, which may continue
-    names: dict[str, str] = {}  # of functions, by the id of the call
+    answer: dict[str, Any] | None = None  # message of the assistant that may continue
+    names: dict[str, str] = {}  # names of functions, by call id
     for i, item in enumerate(items):
         kind = item["type"]
         where = f"input[{i - num_before}]" if i >= num_before else "previous_response_id"
@@ -251,14 +251,14 @@ def messages_of(items: Sequence[Item], num_before: int = 0) -> list[dict[str, An
                     "function": {"name": name, "arguments": arguments or "{}"},
                 }
                 answer.setdefault("tool_calls", []).append(call)
-    # Unreadable reasoning leaves nothing.
+    # An answer with unreadable reasoning alone is empty.
     return [
         m for m in messages if m["role"] != "assistant" or len(m) > 2 or m["content"] is not None
     ]
 
 
 def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
-    """True if an item belongs to the next answer of the assistant, not to this one."""
+    """Returns True if an item of the assistant belongs to its next answer, not to this one."""
     if kind in _CALLS:
         return False
     if kind == "message":
@@ -267,7 +267,7 @@ def _begins_another(kind: str, answer: dict[str, Any]) -> bool:
 
 
 def _content_of(parts: Sequence[Item], where: str) -> str | Content:
-    """Returns parts as the content of a message. A single text stays a text."""
+    """Converts parts to the content of a message; adjacent texts are joined."""
     return concatenated(
         "",
         [
@@ -280,20 +280,20 @@ def _content_of(parts: Sequence[Item], where: str) -> str | Content:
 def without_oldest(messages: Messages, count: int) -> list[Mapping[str, Any]]:
     """Returns a conversation without its oldest turns; instructions stay.
 
-    A turn is a message with the outputs of its calls.
+    A turn is a message together with the outputs of its calls.
 
     Args:
-        count: Number of turns to drop; fewer than there are.
+        count: Number of turns to drop; fewer than `num_turns`.
     """
-    first = _turns(messages)[count]
+    first = _turn_starts(messages)[count]
     return [m for i, m in enumerate(messages) if i >= first or m["role"] in _INSTRUCTIONS]
 
 
 def num_turns(messages: Messages) -> int:
     """Returns the number of turns in a conversation."""
-    return len(_turns(messages))
+    return len(_turn_starts(messages))
 
 
-def _turns(messages: Messages) -> list[int]:
-    """Returns the index of the first turn."""
+def _turn_starts(messages: Messages) -> list[int]:
+    """Returns the index of the first message of each turn."""
     return [i for i, m in enumerate(messages) if m["role"] not in (*_INSTRUCTIONS, "tool")]

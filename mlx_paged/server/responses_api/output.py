@@ -1,4 +1,4 @@
-"""The output of a response while it is written: its items, and OpenAI's events about them."""
+"""Output: builds the items of a response and OpenAI's events about them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mlx_paged.server.responses_api.answers import (
 )
 from mlx_paged.server.responses_api.items import encrypted, new_id
 
-#: A part of an event's body: its type and fields, without the sequence number.
-Told = dict[str, Any]
+#: The body of an event without its sequence number.
+EventBody = dict[str, Any]
 
 
 class Output:
-    """Items, one after the other; only the last one can be open.
+    """The items of a response. Only the last one can be open.
 
     Args:
-        tools: Tools of the request, with the namespaces and names of calls.
-        summarizes: True shows reasoning as its summary.
-        encrypts: True adds `encrypted_content` to reasoning.
+        tools: Tools of the request, which determine names and namespaces of calls.
+        summarizes: Put reasoning into `summary` instead of `content`.
+        encrypts: Add `encrypted_content` to reasoning.
 
     Attributes:
-        items: Items that have ended, in the form of the response.
+        items: Finished items, in the API's format.
     """
 
     def __init__(self, tools: Sequence[Tool], *, summarizes: bool, encrypts: bool) -> None:
@@ -46,11 +46,11 @@ class Output:
         """True if there is an item besides reasoning."""
         return any(item["type"] != "reasoning" for item in self.items)
 
-    def take(self, event: events.Event, logprobs: list[ContentLogprob]) -> Iterator[Told]:
-        """Converts the next event of the answer.
+    def take(self, event: events.Event, logprobs: list[ContentLogprob]) -> Iterator[EventBody]:
+        """Adds the next event of the answer; yields the events about it.
 
         Args:
-            logprobs: Log-probabilities of its tokens; used with text only.
+            logprobs: Log-probabilities of its tokens; used for text only.
         """
         if isinstance(event, events.ContentText):
             yield from self.text(event.text, logprobs)
@@ -74,8 +74,8 @@ class Output:
             assert isinstance(event, events.CallEnd)
             yield from self.close("completed" if event.is_complete else "incomplete")
 
-    def text(self, text: str, logprobs: list[ContentLogprob]) -> Iterator[Told]:
-        """More text, in the message that is open, or a new one."""
+    def text(self, text: str, logprobs: list[ContentLogprob]) -> Iterator[EventBody]:
+        """Adds text to the open message, or to a new one."""
         if not isinstance(self._open, _Message):
             yield from self.close()
             self._open = _Message(len(self.items))
@@ -83,8 +83,8 @@ class Output:
         if text:
             yield from self._open.more(text, logprobs)
 
-    def close(self, status: ItemStatus = "completed") -> Iterator[Told]:
-        """Ends the open item, if any."""
+    def close(self, status: ItemStatus = "completed") -> Iterator[EventBody]:
+        """Ends the open item, if there is one."""
         if self._open is None:
             return
         item, self._open = self._open, None
@@ -96,7 +96,7 @@ class _Item:
     """An open item.
 
     Args:
-        index: In the output.
+        index: Its index in the output.
     """
 
     kind: str
@@ -106,19 +106,19 @@ class _Item:
         self.id = new_id(self.kind)
         self.pieces: list[str] = []
 
-    def about(self, type: str, **fields: Any) -> Told:
-        """Returns an event about something in the item."""
+    def about(self, type: str, **fields: Any) -> EventBody:
+        """Returns an event about a part of the item."""
         return {"type": type, "item_id": self.id, "output_index": self.index, **fields}
 
-    def added(self, item: OutputItem) -> Told:
+    def added(self, item: OutputItem) -> EventBody:
         return {"type": "response.output_item.added", "output_index": self.index, "item": item}
 
-    def ended(self, item: OutputItem) -> Told:
+    def ended(self, item: OutputItem) -> EventBody:
         return {"type": "response.output_item.done", "output_index": self.index, "item": item}
 
 
 class _Message(_Item):
-    """Text."""
+    """A message."""
 
     kind = "msg"
 
@@ -126,21 +126,21 @@ class _Message(_Item):
         super().__init__(index)
         self._logprobs: list[ContentLogprob] = []
 
-    def begin(self) -> Iterator[Told]:
+    def begin(self) -> Iterator[EventBody]:
         yield self.added(
             {"id": self.id, "type": "message", "status": "in_progress", "role": "assistant",
              "content": []}
         )  # fmt: skip
         yield self.about("response.content_part.added", content_index=0, part=_output_text("", []))
 
-    def more(self, text: str, logprobs: list[ContentLogprob]) -> Iterator[Told]:
+    def more(self, text: str, logprobs: list[ContentLogprob]) -> Iterator[EventBody]:
         self.pieces.append(text)
         self._logprobs += logprobs
         yield self.about(
             "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
         )
 
-    def end(self, status: ItemStatus) -> Iterator[Told]:
+    def end(self, status: ItemStatus) -> Iterator[EventBody]:
         item = self.done(status)
         [part] = item["content"]
         yield self.about(
@@ -163,7 +163,7 @@ def _output_text(text: str, logprobs: list[ContentLogprob]) -> OutputText:
 
 
 class _Reasoning(_Item):
-    """Reasoning: the text itself, or all of it as its summary."""
+    """Reasoning, shown as its text or as a summary that contains all of it."""
 
     kind = "rs"
 
@@ -171,7 +171,7 @@ class _Reasoning(_Item):
         super().__init__(index)
         self._summarizes = summarizes
         self._encrypts = encrypts
-        # Names of the same events in the two forms.
+        # Names of the events in the two forms.
         if summarizes:
             self._part = "response.reasoning_summary_part"
             self._text = "response.reasoning_summary_text"
@@ -183,16 +183,16 @@ class _Reasoning(_Item):
             self._index = {"content_index": 0}
             self._kind = "reasoning_text"
 
-    def begin(self) -> Iterator[Told]:
+    def begin(self) -> Iterator[EventBody]:
         yield self.added({"id": self.id, "type": "reasoning", "summary": []})
         part = {"type": self._kind, "text": ""}
         yield self.about(f"{self._part}.added", **self._index, part=part)
 
-    def more(self, text: str) -> Iterator[Told]:
+    def more(self, text: str) -> Iterator[EventBody]:
         self.pieces.append(text)
         yield self.about(f"{self._text}.delta", **self._index, delta=text)
 
-    def end(self, status: ItemStatus) -> Iterator[Told]:
+    def end(self, status: ItemStatus) -> Iterator[EventBody]:
         text = "".join(self.pieces)
         yield self.about(f"{self._text}.done", **self._index, text=text)
         part = {"type": self._kind, "text": text}
@@ -223,14 +223,14 @@ class _Call(_Item):
         self._call_id = call_id
         self._tool = tool
 
-    def begin(self) -> Iterator[Told]:
+    def begin(self) -> Iterator[EventBody]:
         yield self.added(self.done("in_progress"))
 
-    def more(self, text: str) -> Iterator[Told]:
+    def more(self, text: str) -> Iterator[EventBody]:
         self.pieces.append(text)
         yield self.about("response.function_call_arguments.delta", delta=text)
 
-    def end(self, status: ItemStatus) -> Iterator[Told]:
+    def end(self, status: ItemStatus) -> Iterator[EventBody]:
         yield self.about(
             "response.function_call_arguments.done",
             name=self._tool.local_name,
@@ -253,11 +253,11 @@ class _CustomCall(_Call):
 
     kind = "ctc"
 
-    def more(self, text: str) -> Iterator[Told]:
+    def more(self, text: str) -> Iterator[EventBody]:
         self.pieces.append(text)
         yield self.about("response.custom_tool_call_input.delta", delta=text)
 
-    def end(self, status: ItemStatus) -> Iterator[Told]:
+    def end(self, status: ItemStatus) -> Iterator[EventBody]:
         text = "".join(self.pieces)
         yield self.about("response.custom_tool_call_input.done", input=text)
         yield self.ended(self.done(status))

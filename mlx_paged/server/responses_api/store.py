@@ -1,4 +1,4 @@
-"""Responses kept in memory for later requests, evicted by least recent use."""
+"""ResponseStore: responses kept in memory for later requests, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pydantic_core import from_json, to_json
 
 
 class Segment:
-    """One response's part of its conversation: new input, and output, as JSON lists.
+    """The part that one response adds to its conversation.
 
     Attributes:
-        before: The conversation that it continues; None if it begins one.
-        item_ids: Ids of its output items.
-        num_users: Number of stored responses and later segments that need it.
+        before: The segment that this one continues; None if it begins a conversation.
+        input: New input items, as a JSON list.
+        output: Output items, as a JSON list.
+        item_ids: Ids of the output items.
+        num_users: Number of stored responses and later segments that refer to it.
     """
 
     __slots__ = ("before", "input", "item_ids", "num_users", "output")
@@ -32,11 +34,11 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of its JSON."""
         return len(self.input) + len(self.output)
 
     def chain(self) -> list[Segment]:
-        """Returns all segments of the conversation, the first one first."""
+        """Returns all segments of the conversation, oldest first."""
         found = [self]
         while (before := found[-1].before) is not None:
             found.append(before)
@@ -54,14 +56,14 @@ class _Entry:
 
 
 class ResponseStore:
-    """Stored responses by id. Only one thread uses it.
+    """Stored responses by id. Not thread-safe.
 
-    Common parts of several responses to one conversation are kept, and counted, once. Evicting or
-    deleting a response leaves the parts that others continue.
+    Responses of one conversation share its segments, which are kept and counted once. Evicting or
+    deleting a response keeps the segments that others continue.
 
     Args:
         max_responses: Maximum responses; 0 stores none.
-        max_bytes: Maximum bytes of all of them, as JSON. A larger response is not stored.
+        max_bytes: Maximum bytes of all responses, as JSON. A larger response is not stored.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
@@ -80,8 +82,8 @@ class ResponseStore:
         """Stores a response that has ended.
 
         Args:
-            response: In the form of the API.
-            new_input: Items that it added to the conversation.
+            response: The response, in the API's format.
+            new_input: Items that its request added to the conversation.
             before: The conversation that it continued.
 
         Returns:
@@ -103,7 +105,7 @@ class ResponseStore:
         return True
 
     def get(self, response_id: str) -> dict[str, Any] | None:
-        """Returns a response in the form of the API, or None."""
+        """Returns a response in the API's format, or None. Marks it as used."""
         entry = self._used(response_id)
         if entry is None:
             return None
@@ -117,12 +119,12 @@ class ResponseStore:
         return None if entry is None else from_json(entry.head).get("status")
 
     def fits(self, new_input: list[dict[str, Any]], before: Segment | None) -> bool:
-        """Returns True if there is room for a conversation without an answer."""
+        """Returns True if a conversation, without its next answer, fits into the store."""
         segment = Segment(before, to_json(new_input), b"", ())
         return _sum_of_sizes(segment) <= self.max_bytes
 
     def segment(self, response_id: str) -> Segment | None:
-        """Returns the conversation up to and including a response, or None."""
+        """Returns the conversation up to and including a response, or None. Marks it as used."""
         entry = self._used(response_id)
         return None if entry is None else entry.segment
 
@@ -153,7 +155,7 @@ class ResponseStore:
         self._release(entry.segment)
 
     def _retain(self, segment: Segment) -> None:
-        """Adds a user to a segment, which holds the segments before it."""
+        """Adds a user to a segment; its first user also retains the segment before it."""
         current: Segment | None = segment
         while current is not None:
             current.num_users += 1
@@ -176,10 +178,10 @@ class ResponseStore:
 
 
 class LatestResponse:
-    """The last response of one connection, stored or not.
+    """The latest response of one connection, stored or not.
 
     Args:
-        max_bytes: Maximum bytes of its conversation, as JSON. A larger one is not kept.
+        max_bytes: Maximum bytes of its conversation, as JSON. A longer one is not kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -190,7 +192,7 @@ class LatestResponse:
     def put(
         self, response: Mapping[str, Any], new_input: list[dict[str, Any]], before: Segment | None
     ) -> None:
-        """Keeps a response in place of the one before; see `ResponseStore.put`."""
+        """Replaces the previous response; see `ResponseStore.put`."""
         output = response["output"]
         segment = Segment(
             before, to_json(new_input), to_json(output), tuple(item["id"] for item in output)
@@ -200,18 +202,18 @@ class LatestResponse:
             self._id, self._segment = response["id"], segment
 
     def segment(self, response_id: str) -> Segment | None:
-        """Returns the conversation up to and including a response; None if it is in another one."""
+        """Returns the conversation up to and including a response; None if it is not the latest."""
         return self._segment if response_id == self._id else None
 
     def item(self, item_id: str) -> dict[str, Any] | None:
-        """Returns an item of its output, or None."""
+        """Returns an output item of the response, or None."""
         if self._segment is None or item_id not in self._segment.item_ids:
             return None
         items: Iterator[dict[str, Any]] = iter(from_json(self._segment.output))
         return next(item for item in items if item["id"] == item_id)
 
     def forget(self, response_id: str | None) -> None:
-        """Forgets a response, if it is this one."""
+        """Forgets the response if it has this id."""
         if response_id is not None and response_id == self._id:
             self._id = self._segment = None
 

@@ -1,8 +1,8 @@
 """The WebSocket transport of `/v1/responses`: one turn at a time on one connection.
 
-The client sends ``response.create`` messages, which are bodies of `POST /v1/responses`. The events
-of a stream answer each, as text messages; errors are events, too. The connection remembers its
-latest response, even with ``store: false``.
+The client sends ``response.create`` messages, which are bodies of `POST /v1/responses`. The server
+answers each with the events of a stream, one per text message; errors are events, too. The
+connection remembers its latest response, even with ``store: false``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Typed(Body):
     type: Literal["response.create"]
 
 
-# With this order of bases, a wrong type is the first error.
+# In this order of bases, a wrong type is the first error that is reported.
 class CreateMessage(ResponseBody, _Typed):
     """``response.create``: a body of `POST /v1/responses` with a type."""
 
@@ -101,10 +101,10 @@ class _Session:
         self._ends_at = asyncio.get_running_loop().time() + MAX_AGE
 
     async def run(self) -> None:
-        """Returns when the connection has ended.
+        """Serves the connection until it ends.
 
         Raises:
-            WebSocketDisconnect: The client left while something was sent.
+            WebSocketDisconnect: The client left during a send.
         """
         reading = asyncio.create_task(self._read())
         try:
@@ -141,7 +141,10 @@ class _Session:
                 self._inbox.put_nowait(text)
 
     def _hold(self, num_more: int) -> None:
-        """Counts waiting messages among the bodies in memory.
+        """Adds to the characters of waiting messages, which count as request bodies in memory.
+
+        Args:
+            num_more: Characters of a new message; negative for one that is taken.
 
         Raises:
             ApiError: 429 or 503, too many messages or bytes would wait.
@@ -152,7 +155,7 @@ class _Session:
             raise ApiError(
                 429,
                 f"at most {MAX_WAITING} messages of {limit} bytes together may wait for the "
-                "response before them",
+                "current response",
                 code="too_many_messages",
             )
         if num_more < 0:
@@ -245,7 +248,7 @@ class _Session:
             self._latest.put(adapter.now(), remembered.new_input, remembered.before)
 
     def _request(self, text: str, trace: RequestLog) -> Request:
-        """Returns a message as the HTTP request that it stands for."""
+        """Returns the HTTP request that a message stands for."""
         content = text.encode()
         parts = [content]
 
@@ -287,7 +290,7 @@ class _Session:
 
 
 async def _warming(adapter: ResponseAdapter) -> AsyncIterator[bytes]:
-    """Yields the events of a response whose prompt is computed without an answer."""
+    """Yields the events of a response that only computes its prompt."""
     async with adapter.generation as generation:
         for event in adapter.begin():
             yield event
