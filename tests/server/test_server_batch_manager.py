@@ -327,9 +327,12 @@ def test_files_of_others_are_left_alone(tmp_path) -> None:
 def test_a_record_that_is_none_is_refused_by_its_name(tmp_path, content) -> None:
     Folder(tmp_path).close()
     name = f"file-{'0' * 32}"
-    (tmp_path / "files" / f"{name}.json").write_text(content)
+    record = tmp_path / "files" / f"{name}.json"
+    record.write_text(content)
     with pytest.raises(InvalidParameterError, match=name):
         Folder(tmp_path)
+    record.unlink()
+    Folder(tmp_path).close()  # It is not locked any more.
 
 
 def test_lines_wait_for_a_busy_server_but_not_for_ever() -> None:

@@ -266,7 +266,7 @@ def test_options_that_do_not_exist_here(http, options: dict[str, Any], error: st
         ("generate", {"template": "b"}, "template is not supported"),
         ("generate", {"steps": 2}, "steps is not supported"),
         ("generate", {"shift": True}, "shift"),
-        ("generate", {"raw": True, "system": "b"}, "system needs the chat template"),
+        ("generate", {"raw": True, "system": "b"}, "system needs a chat template"),
         ("generate", {"images": ["b"]}, "images[0]"),
         ("generate", {"keep_alive": "5 minutes"}, "keep_alive"),
         ("generate", {"top_logprobs": 2}, "top_logprobs needs logprobs"),
@@ -424,12 +424,12 @@ def test_the_version_is_one_that_clients_take(http) -> None:
 
 def test_models_are_changed_elsewhere(client) -> None:
     for call, error in (
-        (lambda: client.pull("llama3"), "`mlx-paged pull llama3` does, or start it with"),
+        (lambda: client.pull("llama3"), "run `mlx-paged pull llama3`, or start the server with"),
         (lambda: list(client.pull("llama3", stream=True)), "mlx-paged pull"),
         (lambda: client.delete(MODEL), "mlx-paged rm"),
-        (lambda: client.create("new", from_=MODEL), "makes no models"),
+        (lambda: client.create("new", from_=MODEL), "does not create models"),
         (lambda: client.copy(MODEL, "new"), "--served-model-name"),
-        (lambda: client.push(MODEL), "publishes no models"),
+        (lambda: client.push(MODEL), "does not publish models"),
     ):
         with pytest.raises(ollama.ResponseError, match=error):
             call()

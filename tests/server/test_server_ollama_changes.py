@@ -112,9 +112,9 @@ def test_errors(router: Router, client: ollama.Client, monkeypatch: pytest.Monke
         (lambda: client.pull("llama3"), 400, "must be a hub id without a tag"),
         (lambda: client.pull("tiny/demo:q4"), 400, "must be a hub id without a tag"),
         (lambda: client.pull("../../etc"), 400, "must be a hub id without a tag"),
-        (lambda: client.delete("first"), 400, "lies outside of the hub's cache"),
+        (lambda: client.delete("first"), 400, "is outside the hub's cache"),
         (lambda: client.delete("tiny/none"), 404, "no model 'tiny/none' in"),
-        (lambda: client.copy("first", "second"), 400, "copies no models"),
+        (lambda: client.copy("first", "second"), 400, "does not copy models"),
     ):
         with pytest.raises(ollama.ResponseError, match=said) as refused:
             call()

@@ -461,6 +461,9 @@ def test_keep_alive_of_ollama_unloads_a_model(client: httpx.Client) -> None:
     assert client.post("/v1/completions", json=body).status_code == 200
     expires_at = client.get("/v1/models/second").json()["expires_at"]
     assert 0 < expires_at - time.time() <= 600
+    client.post("/v1/completions", json={**body, "keep_alive": 1e15})  # years end at 9999
+    [loaded] = [m for m in client.get("/api/ps").json()["models"] if m["name"] == "second"]
+    assert loaded["expires_at"] == "2318-01-01T00:00:00Z"
     client.post("/v1/completions", json={**body, "keep_alive": -1})
     assert client.get("/v1/models/second").json()["expires_at"] is None
 

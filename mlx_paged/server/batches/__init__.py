@@ -1,1 +1,1 @@
-"""Batches: files of requests in OpenAI's format, and their answers."""
+"""The batch APIs of OpenAI and Anthropic: files of requests, and their answers."""

@@ -1,4 +1,4 @@
-"""Bodies and answers of `/v1/files` and `/v1/batches`, as OpenAI has them."""
+"""Request and response types of `/v1/files` and `/v1/batches`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 
 from mlx_paged.server.bodies import Body
 
-# Allowed seconds of a file's lifetime.
-_KEPT = Field(ge=3600, le=2_592_000)
+# Lifetime of a file in seconds.
+_LIFETIME = Field(ge=3600, le=2_592_000)
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
@@ -23,8 +23,10 @@ class FileForm(Body):
     file: str = Field(description="The file.", json_schema_extra={"format": "binary"})
     purpose: Literal["batch"] = Field(description="Only batch.")
     expires_after_anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
-    expires_after_seconds: Annotated[int, _KEPT] | None = Field(
-        None, alias="expires_after[seconds]", description="null: it is kept until it is deleted."
+    expires_after_seconds: Annotated[int, _LIFETIME] | None = Field(
+        None,
+        alias="expires_after[seconds]",
+        description="null: the file is kept until it is deleted.",
     )
 
 
@@ -32,7 +34,7 @@ class OutputExpiresAfter(Body):
     """The lifetime of a batch's output."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, _KEPT]
+    seconds: Annotated[int, _LIFETIME]
 
 
 class BatchBody(Body):
@@ -88,7 +90,7 @@ class BatchErrors(TypedDict):
 
 
 class RequestCounts(TypedDict):
-    """Numbers of lines: all, answered, refused."""
+    """Numbers of lines: all, answered, and failed."""
 
     total: int
     completed: int

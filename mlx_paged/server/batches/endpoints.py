@@ -25,10 +25,10 @@ from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import read_body
 from mlx_paged.server.streaming import json_response
 
-#: Paths of lines for a server that generates; the others need one that pools.
+# Paths of lines that need a model that generates; the others need one that pools.
 _GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MAX_FILES, _MAX_BATCHES, _BATCHES = 10_000, 100, 20
-# Folders and control characters, which are removed from the name of a file.
+# Folders and control characters, which are removed from file names.
 _UNSHOWN = re.compile(r".*[/\\]|[\x00-\x1f\x7f-\x9f]", re.DOTALL)
 _MAX_NAME = 255
 
@@ -42,14 +42,14 @@ R = TypeVar("R", bound=_HasId)
 
 
 def manager_of(request: Request) -> BatchManager:
-    """Returns the batches of a server.
+    """Returns the batch manager of the server.
 
     Raises:
-        ApiError: 404, it has none.
+        ApiError: 404, the server has no folder for files.
     """
     manager = server_context_of(request).batches
     if manager is None:
-        message = "this server keeps no files and batches: start it with --files-dir"
+        message = "this server stores no files and batches: start it with --files-dir"
         raise ApiError(404, message, code="files_disabled")
     return manager
 
@@ -75,10 +75,10 @@ async def upload(request: Request) -> Response:
 
 
 def _form(fields: Mapping[str, str]) -> bodies.FileForm:
-    """Returns the fields next to a file.
+    """Validates the fields beside the file of a form.
 
     Raises:
-        ApiError: 400 that names one.
+        ApiError: 400 that names a field.
     """
     known = {field.alias or name for name, field in bodies.FileForm.model_fields.items()}
     for name in fields:
@@ -96,7 +96,7 @@ def _form(fields: Mapping[str, str]) -> bodies.FileForm:
 
 
 async def list_files(request: Request) -> Response:
-    """All files, in pages."""
+    """Lists files, in pages."""
     manager = manager_of(request)
     query = query_of(request, "purpose", "limit", "order", "after")
     await manager.sweep()
@@ -117,12 +117,12 @@ async def list_files(request: Request) -> Response:
 
 
 async def retrieve_file(request: Request) -> Response:
-    """The name, size and times of a file."""
+    """Returns the name, size and times of a file."""
     return JSONResponse(_file(await _found_file(request)))
 
 
 async def file_content(request: Request) -> Response:
-    """The bytes of a file."""
+    """Returns the content of a file."""
     file = await _found_file(request)
     content = await manager_of(request).open_file(file.id)
     if content is None:
@@ -156,10 +156,10 @@ def _no_file(file_id: str) -> ApiError:
 
 
 class _ContentResponse(FileResponse):
-    """Yields the content of an open file, which may be deleted meanwhile.
+    """Sends the content of an open file, which may be deleted meanwhile.
 
     Args:
-        content: Closed at the end.
+        content: The file; closed at the end.
         filename: The client's name of the file.
     """
 
@@ -195,14 +195,14 @@ def _file(file: StoredFile) -> bodies.FileAnswer:
 
 
 async def create_batch(request: Request) -> Response:
-    """Takes a batch."""
+    """Creates a batch."""
     manager = manager_of(request)
     body = await read_body(request, bodies.BatchBody)
     await manager.sweep()
     if body.endpoint not in URLS:
         expected = ", ".join(URLS)
         raise bad_request(
-            "endpoint", f"endpoint must be of {expected} but got {shorten(body.endpoint, 64)!r}"
+            "endpoint", f"endpoint must be one of {expected} but got {shorten(body.endpoint, 64)!r}"
         )
     runner = "generate" if body.endpoint in _GENERATING else "pooling"
     server_context_of(request).check_runner(runner, body.endpoint)
@@ -214,7 +214,7 @@ async def create_batch(request: Request) -> Response:
     if file is None:
         raise unknown
     if file.purpose != "batch":
-        message = f"input_file_id must be a file of the purpose 'batch' but is {file.purpose!r}"
+        message = f"input_file_id must be a file with purpose 'batch' but has {file.purpose!r}"
         raise bad_request("input_file_id", message)
     now, kept = int(time.time()), body.output_expires_after
     record = BatchRecord(
@@ -234,7 +234,7 @@ async def create_batch(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """All batches, the newest first, in pages."""
+    """Lists batches, newest first, in pages."""
     query = query_of(request, "limit", "after")
     page, has_more = _page(manager_of(request).batches("openai"), query, _BATCHES, _MAX_BATCHES)
     answer: bodies.BatchList = {
@@ -250,13 +250,13 @@ async def retrieve_batch(request: Request) -> Response:
 
 
 async def cancel_batch(request: Request) -> Response:
-    """Ends a batch."""
+    """Cancels a batch."""
     record = found_batch(request, "openai")
     if not record.has_ended:
         with storing():
             record = await manager_of(request).cancel(record.id)
     if record.status not in ("cancelling", "cancelled"):
-        message = f"a batch of the status {record.status!r} cannot be cancelled"
+        message = f"a batch with status {record.status!r} cannot be cancelled"
         raise ApiError(400, message, code="invalid_batch_status")
     return JSONResponse(_batch(found_batch(request, "openai")))
 
@@ -275,7 +275,7 @@ def found_batch(request: Request, kind: str) -> BatchRecord:
 
 
 def no_batch(batch_id: str) -> ApiError:
-    """404 for a batch that is not there."""
+    """Returns 404 for an unknown batch."""
     return ApiError(404, f"there is no batch {shorten(batch_id, 64)!r} here", code="not_found")
 
 
@@ -311,10 +311,10 @@ def _batch(record: BatchRecord) -> bodies.BatchAnswer:
 
 
 def query_of(request: Request, *known: str) -> dict[str, str]:
-    """Returns the query of a path.
+    """Returns the query parameters.
 
     Raises:
-        ApiError: 400 for a name that it does not have.
+        ApiError: 400 for an unknown parameter.
     """
     for name in request.query_params:
         if name not in known:
@@ -326,7 +326,7 @@ def query_of(request: Request, *known: str) -> dict[str, str]:
 def _page(
     entries: Sequence[R], query: Mapping[str, str], default: int, maximum: int
 ) -> tuple[Sequence[R], bool]:
-    """Returns a number of entries after one, and True if there are more."""
+    """Returns a page of entries, and True if there are more after it."""
     limit = limit_of(query, default, maximum)
     begin = 0
     if "after" in query:
@@ -335,10 +335,10 @@ def _page(
 
 
 def limit_of(query: Mapping[str, str], default: int, maximum: int) -> int:
-    """Returns the maximum entries of a page.
+    """Returns the query's `limit`, the maximum entries of a page.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, it is not a number from 1 to `maximum`.
     """
     given = query.get("limit", str(default))
     if not (given.isascii() and given.isdigit() and len(given) < 6 and 1 <= int(given) <= maximum):
@@ -349,10 +349,13 @@ def limit_of(query: Mapping[str, str], default: int, maximum: int) -> int:
 
 
 def index_of(name: str, given: str, entries: Sequence[_HasId]) -> int:
-    """Returns the index of the entry at which a page begins or ends.
+    """Returns the index of the entry with an id.
+
+    Args:
+        name: The query parameter that holds the id, for errors.
 
     Raises:
-        ApiError: 400, there is none.
+        ApiError: 400, there is no such entry.
     """
     for index, entry in enumerate(entries):
         if entry.id == given:

@@ -1,15 +1,15 @@
-"""Folder: files that survive a restart. What was reported of them is on disk before it is reported.
+"""Folder: files and batches that survive a restart. Changes are on disk before they are reported.
 
     lock                  held by the one server that uses the folder
     files/ID.json         a file of the API: name, purpose, size, times
     files/ID.data         its content; or an output that is still being written
     files/*.part          unfinished uploads; removed at the next start
     batches/ID.json       a batch
-    batches/ID.input      the requests of a batch that are no file of the API
+    batches/ID.input      the requests of a batch without an input file of the API
     batches/ID.answers, ID.failures    its output
 
-Names are made here, never taken from a client. Only the user can read the files. Files with other
-names are not the server's: they are neither read nor removed.
+Names are made here, never taken from a client, and only the user can read the files. Files with
+other names are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 from mlx_paged.errors import InvalidParameterError
 
 _FILES, _BATCHES = "files", "batches"
-# Bytes of an upload that are written in one call.
+# Bytes of an upload that are written at once.
 _PIECE_SIZE = 1 << 20
 _PART, _DATA, _META = ".part", ".data", ".json"
 # Names that this server makes.
@@ -46,8 +46,8 @@ class StoredFile:
     Attributes:
         filename: The client's name, only for display.
         purpose: "batch" or "batch_output".
-        bytes: Its size.
-        created_at, expires_at: Seconds since 1970; None keeps it until it is deleted.
+        bytes: Size of the content.
+        created_at, expires_at: Unix times; None keeps the file until it is deleted.
     """
 
     id: str
@@ -73,14 +73,14 @@ class Upload:
         self._file: BinaryIO | None = open_new(path)
 
     def add(self, data: bytes) -> None:
-        """Appends to it, in memory."""
+        """Appends data, in memory."""
         self._unwritten.append(data)
         self._num_unwritten += len(data)
         self.size += len(data)
 
     @property
     def should_write(self) -> bool:
-        """True if enough is in memory to be written."""
+        """True if enough data is buffered to be worth a write."""
         return self._num_unwritten >= _PIECE_SIZE
 
     def write(self) -> None:
@@ -90,7 +90,7 @@ class Upload:
         self._file.write(b"".join(pieces))
 
     def sync(self) -> None:
-        """Makes its content durable, and closes it."""
+        """Makes the content durable, and closes the file."""
         assert self._file is not None
         self.write()
         self._file.flush()
@@ -98,24 +98,24 @@ class Upload:
         self.close()
 
     def close(self) -> None:
-        """Closes it."""
+        """Closes the file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
 
 class Folder:
-    """The files of a server. Only one server at a time may use a folder.
+    """The stored files and batches of a server. Only one server at a time may use a folder.
 
-    Methods that change something or read the disk block, so the server calls them on threads.
+    Methods that access the disk block, so the server calls them on threads.
 
     Args:
         path: Created if it does not exist.
 
     Attributes:
         files: Files of the API by id, oldest first.
-        num_receiving: Bytes of the uploads in progress.
-        num_uploaded: Bytes of all uploads that have ended since the folder was opened.
+        num_receiving: Bytes of uploads in progress.
+        num_uploaded: Bytes of all uploads that were completed since the folder was opened.
 
     Raises:
         InvalidParameterError: The folder is unusable.
@@ -140,12 +140,16 @@ class Folder:
             os.close(self._lock)
             expected = "a folder that no other server uses"
             raise InvalidParameterError("files_dir", expected, str(path)) from error
-        records = [self._stored_file(found) for found in self._read_all(_FILES)]
+        try:
+            records = [self._stored_file(found) for found in self._read_all(_FILES)]
+        except BaseException:
+            self.close()
+            raise
         records.sort(key=lambda file: (file.created_at, file.id))
         self.files = {file.id: file for file in records}
 
     def close(self) -> None:
-        """Lets another server use the folder."""
+        """Unlocks the folder for other servers."""
         with contextlib.suppress(OSError):
             os.close(self._lock)
 
@@ -175,10 +179,10 @@ class Folder:
     def keep(
         self, upload: Upload, filename: str, purpose: str, expires_after: int | None
     ) -> StoredFile:
-        """Makes a file of the received data.
+        """Turns a completed upload into a file of the API.
 
         Args:
-            expires_after: Seconds; None means never.
+            expires_after: Lifetime in seconds; None: no limit.
         """
         now = int(time.time())
         expires_at = None if expires_after is None else now + expires_after
@@ -191,14 +195,16 @@ class Folder:
         return file
 
     def publish(self, file: StoredFile) -> None:
-        """Makes a file of content that is on disk."""
+        """Adds a file of the API whose content is on disk."""
         self._write(_FILES, file.id, asdict(file))
         with self._changing:
             self.files = {**self.files, file.id: file}
 
     def delete(self, file_id: str) -> None:
         """Deletes a file."""
-        self._unlink(_FILES, file_id + _META)  # First: the next start removes data without records.
+        self._unlink(
+            _FILES, file_id + _META
+        )  # First, because a start removes data without a record.
         self._unlink(_FILES, file_id + _DATA)
         with self._changing:
             self.files = {name: file for name, file in self.files.items() if name != file_id}
@@ -225,7 +231,11 @@ class Folder:
     # Batches.
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """Returns the records of all batches."""
+        """Yields the stored records of all batches.
+
+        Raises:
+            InvalidParameterError: A record is damaged.
+        """
         return self._read_all(_BATCHES)
 
     def write_batch(self, batch_id: str, record: dict[str, Any]) -> None:
@@ -237,7 +247,7 @@ class Folder:
         return self.path / _BATCHES / f"{batch_id}.{part}"
 
     def delete_batch(self, batch_id: str) -> None:
-        """Deletes a batch, but not its files of the API."""
+        """Deletes a batch, except its files of the API."""
         for part in ("json", "input", "answers", "failures"):
             self._unlink(_BATCHES, f"{batch_id}.{part}")
 
@@ -287,12 +297,12 @@ class Folder:
 
 
 def new_file_id() -> str:
-    """Returns an id that cannot be guessed."""
+    """Returns an unguessable id."""
     return f"file-{uuid.uuid4().hex}"
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Creates a file that only the user may read."""
+    """Creates a file that only the user may access."""
     return os.fdopen(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
     )
@@ -300,7 +310,7 @@ def open_new(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _removed_unless_done(path: Path) -> Iterator[None]:
-    """Removes a file if the body fails; otherwise it would stay, possibly on a full disk."""
+    """Removes a file if the body fails, which may be because the disk is full."""
     try:
         yield
     except BaseException:

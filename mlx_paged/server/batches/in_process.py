@@ -12,13 +12,13 @@ from mlx_paged.errors import EngineDeadError
 from mlx_paged.server.batches.runner import Reply
 from mlx_paged.server.errors import SHORT_OF_MEMORY
 
-# Statuses of a server that takes no requests: OpenAI's and Anthropic's.
+# Statuses of a server that accepts no requests: OpenAI's and Anthropic's.
 _UNAVAILABLE = (503, 529)
-# Codes of those that wait until there is memory again.
+# Codes of such errors that are retried until there is memory again.
 _WAITS = tuple(f'"{code}"'.encode() for code in SHORT_OF_MEMORY)
-# Seconds until a request that found the server busy is retried: the first time, and at most.
+# Seconds before a retry when the server is busy: first, and maximum after doubling.
 _FIRST_WAIT, _MAX_WAIT = 0.02, 1.0
-# Attempts per request while the server runs without the model that should answer it.
+# Maximum attempts per request when the process of its model ends.
 _MAX_TRIES = 3
 
 
@@ -27,9 +27,9 @@ class InProcess:
 
     Args:
         app: The application.
-        has_ended: Called when a request is refused; True if the server takes no more of them.
-            Otherwise the model's process has ended, and the next request starts it again.
-        state: Added to the scope of each request, which no client of the network can do.
+        has_ended: Called when the server is unavailable; returns True if it accepts no more
+            requests. Otherwise the process of the model has ended, and a retry restarts it.
+        state: Added to the state of each request's scope, which network clients cannot set.
     """
 
     def __init__(
@@ -38,26 +38,26 @@ class InProcess:
         self._app = app
         self._has_ended = has_ended
         self._state = state
-        self._num_inside = 0  # requests that the application has
+        self._num_in_flight = 0  # requests that the application is answering
 
     async def post(self, url: str, body: bytes, request_id: str) -> Reply:
-        """Sends a request, and returns its answer. If the server is busy, it waits and retries.
+        """Sends a request; returns its answer. Waits and retries while the server is busy.
 
         Args:
             url: A path.
             body: JSON.
 
         Raises:
-            EngineDeadError: The server takes no more requests.
+            EngineDeadError: The server accepts no more requests.
         """
         delay = _FIRST_WAIT
         num_failures = 0
         while True:
-            self._num_inside += 1
+            self._num_in_flight += 1
             try:
                 reply = await self._post(url, body, request_id)
             finally:
-                self._num_inside -= 1
+                self._num_in_flight -= 1
             unavailable = reply.status_code in _UNAVAILABLE
             waits_for_memory = unavailable and any(code in reply.body for code in _WAITS)
             if unavailable and not waits_for_memory:
@@ -66,8 +66,8 @@ class InProcess:
                 num_failures += 1
                 if num_failures == _MAX_TRIES:
                     return reply
-            # It is alone and still too much for the queue, so it will never fit.
-            elif not waits_for_memory and (reply.status_code != 429 or not self._num_inside):
+            # A request that is refused although no other is in flight will never fit the queue.
+            elif not waits_for_memory and (reply.status_code != 429 or not self._num_in_flight):
                 return reply
             await asyncio.sleep(delay)
             delay = min(2 * delay, _MAX_WAIT)

@@ -1,4 +1,4 @@
-"""Journal: the answers of a batch in a file that is appended to, and continued after a crash."""
+"""Journal: the append-only output file of a batch, which can be continued after a crash."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _REMEDY = "give another --output, or --overwrite"
 
 
 class Done:
-    """The lines of the input that have their output line: 8 bytes for each line."""
+    """The input lines that have an output line; takes 8 bytes per line."""
 
     def __init__(self) -> None:
-        self._digests = array("Q")  # by line number; 0: not done
+        self._digests = array("Q")  # by line number; 0: no output yet
         self.count = 0
 
     def add(self, number: int, digest: int) -> None:
-        """Marks a line."""
+        """Marks a line as done."""
         missing = number + 1 - len(self._digests)
         if missing > 0:
             self._digests.frombytes(bytes(missing * self._digests.itemsize))
@@ -38,12 +38,12 @@ class Done:
         self._digests[number] = digest
 
     def digest(self, number: int) -> int:
-        """Returns the digest of a line when it was done; 0 if it is not done."""
+        """Returns the digest that a line had when it was done; 0 if it is not done."""
         return self._digests[number] if number < len(self._digests) else 0
 
     @property
     def last(self) -> int:
-        """The highest line number that was ever marked."""
+        """The highest line number that is done; -1 if none is."""
         return len(self._digests) - 1
 
 
@@ -56,12 +56,12 @@ class Journal:
         mode: Permissions of a new file.
 
     Attributes:
-        done: The lines found in it.
-        num_torn_bytes: Length of a half-written last line that was cut off.
+        done: The lines that the file already has.
+        num_torn_bytes: Bytes of a half-written last line, which was cut off.
 
     Raises:
-        MlxPagedError: The file cannot be written, is no output of a batch, or is in use by another
-            process.
+        MlxPagedError: The file cannot be written, is not the output of a batch, or is in use by
+            another process.
     """
 
     def __init__(self, path: Path | None, *, overwrite: bool = False, mode: int = 0o644) -> None:
@@ -98,7 +98,7 @@ class Journal:
         os.lseek(self._fd, 0, os.SEEK_END)
         self._sync()
         folder = os.open(path.resolve().parent, os.O_RDONLY)
-        try:  # The file's name must be durable, too.
+        try:  # Makes the name of a new file durable, too.
             os.fsync(folder)
         finally:
             os.close(folder)
@@ -118,10 +118,10 @@ class Journal:
         return end
 
     def check(self, file: BinaryIO) -> int:
-        """Compares the lines of the input with those that were done; returns their number.
+        """Checks that lines that are done have not changed; returns the number of input lines.
 
         Raises:
-            MlxPagedError: It is another input.
+            MlxPagedError: The input was changed since its output was begun.
         """
         count = last = 0
         for line in read_lines(file):
@@ -139,7 +139,7 @@ class Journal:
         return count
 
     def is_done(self, line: Line) -> bool:
-        """True if the line has its output line already."""
+        """Returns True if the file already has the output of a line."""
         return self.done.digest(line.number) != 0
 
     def write(self, outputs: Sequence[Output]) -> None:
@@ -147,10 +147,10 @@ class Journal:
         self.append([output.content for output in outputs])
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """Writes output lines; they survive a crash of the machine once it has returned.
+        """Writes output lines durably.
 
         Raises:
-            MlxPagedError: They could not be written.
+            MlxPagedError: The lines could not be written.
         """
         rest = memoryview(b"".join(line + b"\n" for line in lines))
         try:

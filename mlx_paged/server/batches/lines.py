@@ -1,4 +1,4 @@
-"""The requests of a batch: lines of a JSONL file in OpenAI's format."""
+"""Reads the requests of a batch: lines of a JSONL file in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-#: Maximum bytes of a line: those of a body for a model that takes media.
+#: Maximum bytes of a line, as of a body for a model that takes media.
 MAX_LINE = 48 << 20
 #: Paths that a line may name.
 URLS = (
@@ -25,9 +25,9 @@ class Line:
     """A line of the input that is not blank.
 
     Attributes:
-        number: Its number in the file, from 1.
-        digest: 64 bits of its SHA-256, never 0, to detect a changed line.
-        content: Without the line break; None if it is longer than `MAX_LINE`.
+        number: Line number in the file, from 1.
+        digest: 64 bits of the SHA-256 of the line, never 0; detects changed lines.
+        content: The line without its line break; None if it is too long.
     """
 
     number: int
@@ -54,11 +54,11 @@ class BatchRequest:
 
 
 class LineError(Exception):
-    """A line that holds no request; it becomes an error line of the output.
+    """A line without a valid request; it becomes an error line of the output.
 
     Attributes:
-        code: A word for programs.
-        custom_id: If the line has a usable one.
+        code: Machine-readable reason.
+        custom_id: The custom_id of the line, if that is valid.
     """
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
@@ -68,7 +68,10 @@ class LineError(Exception):
 
 
 def read_lines(file: BinaryIO, max_line: int = MAX_LINE) -> Iterator[Line]:
-    """Yields the lines of a file from its beginning, with one in memory at a time."""
+    """Yields the lines of a file from its beginning that are not blank.
+
+    Keeps only one line in memory, and nothing of a line over `max_line` bytes.
+    """
     file.seek(0)
     number = 0
     while piece := file.readline(_CHUNK):
@@ -92,13 +95,13 @@ def read_lines(file: BinaryIO, max_line: int = MAX_LINE) -> Iterator[Line]:
 
 
 def parse(line: Line, urls: Sequence[str] = URLS) -> BatchRequest:
-    """Returns the request of a line.
+    """Parses the request of a line. The endpoint validates its body.
 
     Args:
-        urls: Paths that it may name.
+        urls: Paths that the line may name.
 
     Raises:
-        LineError: It is no request. The endpoint validates its body.
+        LineError: The line has no valid request.
     """
     if line.content is None:
         raise LineError("line_too_long", f"the line must be at most {MAX_LINE} bytes")
@@ -117,7 +120,9 @@ def parse(line: Line, urls: Sequence[str] = URLS) -> BatchRequest:
         raise LineError("invalid_request", problem, custom_id)
     body = given["body"]
     if given["url"] == "/v1/responses":
-        body.setdefault("store", False)  # It would evict responses that clients want to continue.
+        body.setdefault(
+            "store", False
+        )  # Otherwise they would evict responses that clients continue.
     return BatchRequest(custom_id, given["url"], json.dumps(body).encode())
 
 

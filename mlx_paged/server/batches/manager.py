@@ -5,8 +5,8 @@
          |              +--> cancelling --> cancelled
          +--> failed
 
-Every change is on disk before it is reported. Output lines are appended to journals, from which a
-restart knows the finished lines; it answers the rest.
+Every change is on disk before it is reported. Output lines are appended to journals. A restart
+reads in them which lines are finished, and answers the rest.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from mlx_paged.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a thread parses before others have a turn.
+#: Seconds that a thread parses before it sleeps as long, so that other threads get the GIL.
 TURN = 0.002
-#: Maximum unfinished batches, and maximum remembered ones; the oldest are forgotten.
+#: Maximum unfinished batches, and maximum batches kept; the oldest finished ones are deleted.
 MAX_UNFINISHED, MAX_BATCHES = 100, 10_000
-# Maximum errors of a failed batch, and maximum lines per write.
-_MAX_ERRORS, _AT_ONCE = 100, 1000
-_SCANNED_AT_ONCE = 1 << 16  # bytes of a line
+_MAX_ERRORS = 100  # of a failed batch
+_LINES_PER_WRITE = 1000
+_SCAN_BYTES = 1 << 16  # of a line at once
 
 # Codes and reasons of lines that were not answered.
 _UNANSWERED: dict[Status, LineError] = {
     "cancelled": LineError("batch_cancelled", "the batch was cancelled before it was answered"),
-    "expired": LineError("batch_expired", "the time of the batch was over before it was answered"),
+    "expired": LineError("batch_expired", "the batch expired before it was answered"),
 }
 
 
@@ -71,7 +71,7 @@ class Outputs:
 
     @property
     def counts(self) -> Counts:
-        """The lines that were found in them."""
+        """The numbers of lines that the journals already had when they were opened."""
         return Counts(self._answers.done.count, self._failures.done.count)
 
     def is_done(self, line: Line) -> bool:
@@ -79,7 +79,7 @@ class Outputs:
         return self._answers.is_done(line) or self._failures.is_done(line)
 
     def write(self, outputs: Sequence[Output]) -> None:
-        """Appends output lines; they survive a crash once it has returned."""
+        """Appends output lines durably."""
         for journal, is_answer in ((self._answers, True), (self._failures, False)):
             lines = [output.content for output in outputs if output.is_answer is is_answer]
             if lines:
@@ -95,15 +95,15 @@ class Results(NamedTuple):
     """Open files with the results of a batch.
 
     Attributes:
-        outputs: Output lines. Those of a failed batch may be damaged.
-        input: All lines of a failed batch; None if every line has its output.
+        outputs: Output lines; those of a failed batch may be damaged.
+        input: All input lines of a failed batch; None if every line has its output.
     """
 
     outputs: list[BinaryIO]
     input: BinaryIO | None
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all files."""
         for file in self.outputs:
             file.close()
         if self.input is not None:
@@ -114,13 +114,13 @@ class BatchManager:
     """The batches of a folder.
 
     Args:
-        folder: The folder of their files; `close` closes it.
-        post: Answers a line.
-        now: Returns seconds since 1970.
+        folder: Stores the batches and their files; `close` closes it.
+        post: Answers a request.
+        now: Returns the Unix time.
 
     Attributes:
         max_line: Maximum bytes of a line.
-        bounds: Makes the bounds of a line's body.
+        bounds: Creates a check of a line's size and nesting.
     """
 
     def __init__(
@@ -144,10 +144,10 @@ class BatchManager:
         unfinished = [record for record in found if not record.has_ended]
         folder.remove_leftovers({path for r in unfinished for path in self._output_paths(r)})
         for record in unfinished:
-            if record.ending is None:  # Its counts are reported before it continues.
+            if record.ending is None:  # Counts are reported even before the batch continues.
                 try:
                     outputs = Outputs(*self._output_paths(record))
-                except MlxPagedError as error:  # A damaged batch does not stop the others.
+                except MlxPagedError as error:  # One damaged batch must not stop the others.
                     self._fail_at_start(record, error)
                     continue
                 self._counts[record.id] = outputs.counts
@@ -156,12 +156,12 @@ class BatchManager:
     def start(
         self, max_lines: int, max_line: int, bounds: Callable[[], BodyBounds] = BodyBounds
     ) -> None:
-        """Resumes unfinished batches, once the engine takes requests.
+        """Resumes unfinished batches, once the engine accepts requests.
 
         Args:
-            max_lines: Maximum lines in flight of all batches.
+            max_lines: Maximum lines in flight, over all batches.
             max_line: Maximum bytes of a line.
-            bounds: Makes the bounds of a line's body.
+            bounds: Creates a check of a line's size and nesting.
         """
         self._room, self.max_line, self.bounds = Room(max_lines), max_line, bounds
         for record in self._records.values():
@@ -169,13 +169,13 @@ class BatchManager:
                 self._begin(record.id)
 
     def stop(self) -> None:
-        """Answers no more lines. Those in flight are answered after the next start."""
+        """Stops answering lines. A restart answers those that are in flight now."""
         self._closed = True
         for task in self._tasks.values():
             task.cancel()
 
     async def close(self) -> None:
-        """Stops, and lets another server use the folder."""
+        """Stops, and unlocks the folder for other servers."""
         self.stop()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self.folder.close()
@@ -193,22 +193,22 @@ class BatchManager:
         return replace(record, completed=counts.answered, failed=counts.failed)
 
     def batches(self, kind: str) -> list[BatchRecord]:
-        """Returns all batches of an API, the newest first."""
+        """Returns all batches of an API, newest first."""
         found = (self.get(record.id) for record in reversed(self._records.values()))
         return [record for record in found if record is not None and record.kind == kind]
 
     def check_room(self) -> None:
-        """Refuses another batch if there are too many.
+        """Checks that another batch may be created.
 
         Raises:
-            ApiError: 429.
+            ApiError: 429, there are too many unfinished ones.
         """
         if sum(not record.has_ended for record in self._records.values()) >= MAX_UNFINISHED:
-            message = f"there are {MAX_UNFINISHED} unfinished batches, which is the most"
+            message = f"there are {MAX_UNFINISHED} unfinished batches, which is the maximum"
             raise ApiError(429, message, code="too_many_batches", headers={"Retry-After": "60"})
 
     def uses(self, file_id: str) -> bool:
-        """True if a batch still reads a file."""
+        """Returns True if an unfinished batch reads a file."""
         return any(
             record.input_file_id == file_id
             for record in self._records.values()
@@ -216,11 +216,11 @@ class BatchManager:
         )
 
     async def create(self, record: BatchRecord) -> BatchRecord:
-        """Adds a batch, whose input is on disk, and starts it.
+        """Adds a batch whose input is on disk, and starts it.
 
         Raises:
-            KeyError: The file of its input has been deleted.
-            ApiError: 429, there are too many.
+            KeyError: Its input file has been deleted.
+            ApiError: 429, there are too many unfinished batches.
         """
         if record.kind == "openai":
             record = replace(record, output_file_id=new_file_id(), error_file_id=new_file_id())
@@ -238,7 +238,7 @@ class BatchManager:
         return record
 
     async def cancel(self, batch_id: str) -> BatchRecord:
-        """Ends a batch that has not ended: it is cancelling until its output is written."""
+        """Cancels an unfinished batch, whose status is "cancelling" until its output is written."""
         now = int(self._now())
         record = await self._change(
             batch_id, ("validating", "in_progress"), status="cancelling", cancelling_at=now
@@ -248,12 +248,12 @@ class BatchManager:
         return record
 
     async def delete(self, batch_id: str) -> None:
-        """Forgets a batch that has ended."""
+        """Deletes a batch that has ended."""
         async with self._changing:
             await self._forget(batch_id)
 
     async def delete_file(self, file_id: str) -> bool:
-        """Deletes a file, unless a batch still reads it; returns True if it did."""
+        """Deletes a file unless a batch still reads it; returns True if it was deleted."""
         async with self._changing:
             if self.uses(file_id):
                 return False
@@ -265,7 +265,7 @@ class BatchManager:
         now = self._now()
         for file in self.folder.files.values():
             if file.expires_at is not None and file.expires_at <= now:
-                with contextlib.suppress(OSError):  # The folder is read-only; retried later.
+                with contextlib.suppress(OSError):  # Such as a read-only disk; retried later.
                     await self.delete_file(file.id)
 
     async def open_file(self, file_id: str) -> BinaryIO | None:
@@ -280,7 +280,7 @@ class BatchManager:
             return await asyncio.to_thread(open, self.folder.data_path(file_id), "rb")
 
     async def open_results(self, batch_id: str) -> Results | None:
-        """Opens the results of a batch whose output is no file of the API; see `open_file`.
+        """Opens the results of a batch without output files of the API; see `open_file`.
 
         Returns:
             None if there is no such batch.
@@ -292,7 +292,7 @@ class BatchManager:
     def _opened(self, record: BatchRecord) -> Results:
         paths = [path for path in self._output_paths(record) if path.exists()]
         outputs: list[BinaryIO] = [path.open("rb") for path in paths]
-        # The input is needed only if lines may lack output.
+        # The input is deleted once every line has its output.
         input_path = self._input_path(record)
         return Results(outputs, input_path.open("rb") if input_path.exists() else None)
 
@@ -303,7 +303,7 @@ class BatchManager:
     async def _change(
         self, batch_id: str, among: tuple[Status, ...], **changes: Any
     ) -> BatchRecord:
-        """Changes a batch if it has one of some statuses; returns its state afterwards."""
+        """Changes a batch if its status is one of `among`; returns its state afterwards."""
         async with self._changing:
             record = self._records[batch_id]
             if record.status in among:
@@ -336,9 +336,9 @@ class BatchManager:
             self._counts.pop(batch_id, None)
 
     async def _validate(self, batch_id: str) -> None:
-        """Counts and checks the lines. A batch with a wrong one fails, as at OpenAI."""
+        """Counts and checks the lines. One invalid line fails the batch, as at OpenAI."""
         record = self._records[batch_id]
-        async with self._validating:  # One at a time, because each slows everything else.
+        async with self._validating:  # One at a time, because each slows down the server.
             total, errors = await asyncio.to_thread(self._checked, record)
         if errors:
             await self._fail(batch_id, errors)
@@ -351,7 +351,7 @@ class BatchManager:
             await self._change(batch_id, ("cancelling",), total=total)
 
     def _checked(self, record: BatchRecord) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the number of lines, and errors. Runs on a thread."""
+        """Returns the number of lines and the errors in them. Runs on a thread."""
         errors: list[dict[str, Any]] = []
         custom_ids: set[int] = set()
         total = 0
@@ -373,33 +373,33 @@ class BatchManager:
         return total, errors
 
     def _lines(self, file: BinaryIO) -> Iterator[Line]:
-        """Yields the lines of an input, for a thread that reads all of them.
+        """Yields all lines of an input, on a thread, without starving other threads.
 
         Raises:
-            _Stopped: The server shuts down, and waits for the thread.
+            _Stopped: The server is shutting down and waits for the thread.
         """
         began = time.monotonic()
         for line in read_lines(file, self.max_line):
             if self._closed:
                 raise _Stopped
             if time.monotonic() - began > TURN:
-                time.sleep(TURN)  # Python runs one thread at a time: others have a turn
+                time.sleep(TURN)
                 began = time.monotonic()
             yield line
 
     def _check_bounds(self, line: Line) -> None:
-        """Refuses a line that takes long to parse, because that stalls everything else."""
+        """Refuses a line that would take long to parse, which would stall the server."""
         if line.content is None:
             raise LineError("line_too_long", f"a line must be at most {self.max_line} bytes")
         bounds = self.bounds()
         try:
-            for begin in range(0, len(line.content), _SCANNED_AT_ONCE):
-                bounds.feed(line.content[begin : begin + _SCANNED_AT_ONCE])
+            for begin in range(0, len(line.content), _SCAN_BYTES):
+                bounds.feed(line.content[begin : begin + _SCAN_BYTES])
         except ApiError as error:
             raise LineError("invalid_request", error.message) from None
 
     async def _finish(self, batch_id: str) -> None:
-        """Answers the lines, and ends the batch."""
+        """Answers the remaining lines, and ends the batch."""
         record = self._records[batch_id]
         outputs = await asyncio.to_thread(Outputs, *self._output_paths(record))
         try:
@@ -408,13 +408,13 @@ class BatchManager:
                 ending = await self._answer(record, outputs, counts)
                 record = await self._end(batch_id, ending, counts)
         finally:
-            await _to_the_end(asyncio.to_thread(outputs.close))
+            await _uninterrupted(asyncio.to_thread(outputs.close))
         if record.ending in _UNANSWERED and record.total:
-            await _to_the_end(asyncio.to_thread(self._write_rest, record))
+            await _uninterrupted(asyncio.to_thread(self._write_rest, record))
         await self._publish(record)
 
     async def _answer(self, record: BatchRecord, outputs: Outputs, counts: Counts) -> Status:
-        """Answers the lines that have no output; returns how the batch ends."""
+        """Answers the lines without output; returns the final status of the batch."""
         assert self._room is not None
         runner = BatchRunner(
             self._post, outputs, room=self._room, urls=(record.endpoint,), counts=counts
@@ -435,7 +435,7 @@ class BatchManager:
             finally:
                 del self._answering[record.id]
                 answering.cancel()
-                await _to_the_end(asyncio.wait({answering}))
+                await _uninterrupted(asyncio.wait({answering}))
         return "expired" if expired else "cancelled"
 
     async def _end(self, batch_id: str, ending: Status, counts: Counts) -> BatchRecord:
@@ -451,7 +451,7 @@ class BatchManager:
         return record
 
     def _write_rest(self, record: BatchRecord) -> None:
-        """Writes the output of lines that were not answered. Runs on a thread."""
+        """Writes error lines for the lines that were not answered. Runs on a thread."""
         assert record.ending is not None
         reason = _UNANSWERED[record.ending]
         rest: list[Output] = []
@@ -464,7 +464,7 @@ class BatchManager:
                     custom_id = parse(line, (record.endpoint,)).custom_id
                     error = LineError(reason.code, f"{reason}", custom_id)
                     rest.append(Output(error_line(line, error), False))
-                    if len(rest) == _AT_ONCE:
+                    if len(rest) == _LINES_PER_WRITE:
                         outputs.write(rest)
                         rest.clear()
             outputs.write(rest)
@@ -472,7 +472,7 @@ class BatchManager:
             outputs.close()
 
     async def _publish(self, record: BatchRecord) -> None:
-        """Makes the output files of the API, and ends the batch."""
+        """Publishes the output files of the API, and ends the batch."""
         assert record.ending is not None
         changes: dict[str, Any] = {"status": record.ending}
         now = int(self._now())
@@ -510,15 +510,17 @@ class BatchManager:
         }  # fmt: skip
         try:
             await self._change(batch_id, among, **changes)
-            if record.kind == "openai":  # no client could ask for its output, or delete that
+            if record.kind == "openai":  # Without ids, clients could not delete the output.
                 for file_id in filter(None, (record.output_file_id, record.error_file_id)):
                     await asyncio.to_thread(self.folder.delete, file_id)
-        except OSError:  # The disk is full: it has failed until the next start, which retries.
+        except (
+            OSError
+        ):  # Such as a full disk. The batch has failed until a restart, which retries it.
             self._records[batch_id] = replace(record, **changes)
         logger.error("batch %s failed: %s", batch_id, errors[0]["message"])
 
     def _fail_at_start(self, record: BatchRecord, error: MlxPagedError) -> None:
-        """Fails a batch at the start."""
+        """Fails a batch whose output is damaged when the server starts."""
         record = replace(
             record, status="failed", failed_at=int(self._now()), output_file_id=None,
             error_file_id=None, errors=[_described("storage_error", f"{error}")],
@@ -535,7 +537,7 @@ class BatchManager:
         return self.folder.data_path(record.input_file_id)
 
     def _output_paths(self, record: BatchRecord) -> tuple[Path, Path]:
-        """Returns the paths of the answers, and of everything else."""
+        """Returns the paths of the answers and of the failures."""
         if record.kind == "openai":
             assert record.output_file_id is not None and record.error_file_id is not None
             of = self.folder.data_path
@@ -545,7 +547,7 @@ class BatchManager:
 
 
 def new_batch_id(prefix: str) -> str:
-    """Returns an id that cannot be guessed."""
+    """Returns an unguessable id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -553,8 +555,8 @@ def _described(code: str, message: str, line: int | None = None) -> dict[str, An
     return {"code": code, "line": line, "message": message, "param": None}
 
 
-async def _to_the_end(work: Any) -> None:
-    """Waits for `work` even if the waiting task is cancelled, and raises CancelledError then."""
+async def _uninterrupted(work: Any) -> None:
+    """Awaits `work` even if the current task is cancelled; raises CancelledError afterwards."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():

@@ -1,4 +1,4 @@
-"""`/v1/messages/batches`: batches of Anthropic's API."""
+"""`/v1/messages/batches`: Anthropic's batch API."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from mlx_paged.server.requests import check_content, validated
 _ENDPOINT = "/v1/messages"
 _KIND: Literal["anthropic"] = "anthropic"
 _HOURS = 24
-#: Maximum conversations of a batch, as in Anthropic's API.
+#: Maximum requests of a batch, as in Anthropic's API.
 MAX_REQUESTS = 100_000
-_PAGE, _MAX_PAGE = 20, 1000
+_DEFAULT_PAGE, _MAX_PAGE = 20, 1000  # batches
 _PIECE_SIZE = 1 << 16  # bytes
-_NO_MEANING = "Taken; it changes nothing here."
+_NO_EFFECT = "Accepted; has no effect here."
 
 
 class MessageBatchRequest(Body):
-    """One message of a batch."""
+    """One request of a batch."""
 
     custom_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     params: dict[str, Any] = Field(description="A body of /v1/messages; stream must be false.")
@@ -59,14 +59,14 @@ class MessageBatchBody(Body):
     """`POST /v1/messages/batches`."""
 
     requests: Annotated[list[MessageBatchRequest], Field(fail_fast=True)] = Field(
-        description="1 to 100,000 conversations."
+        description="1 to 100,000 requests."
     )
-    user_profile_id: Label | None = Field(None, description=_NO_MEANING)
-    workspace_id: Label | None = Field(None, description=_NO_MEANING)
+    user_profile_id: Label | None = Field(None, description=_NO_EFFECT)
+    workspace_id: Label | None = Field(None, description=_NO_EFFECT)
 
 
 class MessageBatchCounts(TypedDict):
-    """Messages by their results; all are processing until the batch has ended."""
+    """Numbers of requests by result. All count as processing until the batch has ended."""
 
     processing: int
     succeeded: int
@@ -76,7 +76,7 @@ class MessageBatchCounts(TypedDict):
 
 
 class MessageBatch(TypedDict):
-    """A batch. Times are of RFC 3339."""
+    """A batch. Times are in the format of RFC 3339."""
 
     id: str
     type: Literal["message_batch"]
@@ -107,7 +107,7 @@ class MessageBatchDeleted(TypedDict):
 
 
 async def create(request: Request) -> Response:
-    """Takes a batch."""
+    """Creates a batch."""
     manager, context = manager_of(request), server_context_of(request)
     context.check_takes_requests()
     check_content(request)
@@ -141,10 +141,14 @@ async def create(request: Request) -> Response:
 
 
 def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) -> int:
-    """Writes the messages of a body as lines of a batch; returns their number. Runs on a thread.
+    """Converts the requests of a body to lines; returns their number. Runs on a thread.
+
+    Args:
+        body: File with the body.
+        to: File for the lines.
 
     Raises:
-        ApiError: 400 that names a field; 503 when the server shuts down.
+        ApiError: 400 that names a field; 503, the server is shutting down.
     """
     splitter, custom_ids = RequestSplitter(manager.max_line), set[str]()
     context = server_context_of(request)
@@ -155,23 +159,24 @@ def _write_lines(request: Request, manager: BatchManager, body: Path, to: Path) 
             for entry in splitter.feed(piece):
                 lines.write(_line(entry, len(custom_ids), custom_ids, manager.bounds()))
                 if time.monotonic() - began > TURN:
-                    time.sleep(TURN)  # Python runs one thread at a time: others have a turn
+                    time.sleep(TURN)
                     began = time.monotonic()
         lines.flush()
         os.fsync(lines.fileno())
     rest = validated(request, splitter.rest, MessageBatchBody)
-    if rest.requests or not custom_ids:  # The rest has none, unless their name is misspelled.
+    # The splitter has taken all entries, unless it did not recognize the field.
+    if rest.requests or not custom_ids:
         raise bad_request("requests", "requests must be a list that is not empty")
     return len(custom_ids)
 
 
 def _line(entry: bytes, index: int, custom_ids: set[str], bounds: BodyBounds) -> bytes:
-    """Returns the line of a message, and adds its `custom_id` to the earlier ones."""
+    """Converts a request to a line, and adds its `custom_id` to the earlier ones."""
     if index == MAX_REQUESTS:
         raise bad_request("requests", f"requests must have at most {MAX_REQUESTS} entries")
     name = f"requests.{index}"
     try:
-        bounds.feed(entry)  # An entry that takes long to parse would stall everything else.
+        bounds.feed(entry)  # An entry that takes long to parse would stall the server.
         found = MessageBatchRequest.model_validate_json(entry)
     except ApiError as error:
         raise bad_request(name, f"{name}: {error.message}") from None
@@ -198,9 +203,9 @@ async def retrieve(request: Request) -> Response:
 
 
 async def list_batches(request: Request) -> Response:
-    """List batches, newest first."""
+    """Lists batches, newest first, in pages."""
     query = query_of(request, "limit", "after_id", "before_id", "workspace_id")
-    records, limit = manager_of(request).batches(_KIND), limit_of(query, _PAGE, _MAX_PAGE)
+    records, limit = manager_of(request).batches(_KIND), limit_of(query, _DEFAULT_PAGE, _MAX_PAGE)
     if "before_id" in query and "after_id" in query:
         raise bad_request("before_id", "before_id must not be given with after_id")
     if "before_id" in query:
@@ -224,7 +229,7 @@ async def list_batches(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """Ends a batch; finished lines stay."""
+    """Cancels a batch; keeps its finished results."""
     record = found_batch(request, _KIND)
     if record.has_ended:
         raise bad_request("message_batch_id", f"{record.id} has ended and cannot be canceled")
@@ -237,7 +242,7 @@ async def delete(request: Request) -> Response:
     """Deletes a batch that has ended, with its results."""
     record = found_batch(request, _KIND)
     if not record.has_ended:
-        message = f"{record.id} has not ended: cancel it, and delete it then"
+        message = f"{record.id} has not ended: cancel it before deleting it"
         raise bad_request("message_batch_id", message)
     with storing():
         await manager_of(request).delete(record.id)
@@ -246,7 +251,7 @@ async def delete(request: Request) -> Response:
 
 
 async def results(request: Request) -> Response:
-    """The results of a batch that has ended, a line for each message."""
+    """Returns the results of a batch that has ended, as one line per request."""
     record = found_batch(request, _KIND)
     if not record.has_ended:
         raise bad_request("message_batch_id", f"{record.id} has not ended: there are no results")
@@ -257,10 +262,10 @@ async def results(request: Request) -> Response:
 
 
 class _ResultsResponse(StreamingResponse):
-    """Yields the results in open files, which may be deleted meanwhile.
+    """Sends the results in open files, which may be deleted meanwhile.
 
     Args:
-        opened: Closed at the end.
+        opened: The files; closed at the end.
     """
 
     def __init__(self, opened: Results) -> None:
@@ -273,7 +278,7 @@ class _ResultsResponse(StreamingResponse):
 
 
 def _results(opened: Results) -> Iterator[bytes]:
-    """A line for each message."""
+    """Yields one line per request."""
     custom_ids = set[str]()
     for content in itertools.chain.from_iterable(opened.outputs):
         try:
@@ -293,7 +298,7 @@ def _results(opened: Results) -> Iterator[bytes]:
 
 
 def _result(line: dict[str, Any]) -> dict[str, Any]:
-    """Returns the result of a message, from its output line."""
+    """Converts an output line to the result of a request."""
     response, error = line["response"], line["error"]
     if response is None and error["code"] == "batch_cancelled":
         return {"type": "canceled"}
@@ -316,7 +321,7 @@ def _batch(record: BatchRecord, request: Request) -> MessageBatch:
         "canceled": rest if record.status == "cancelled" else 0,
         "expired": rest if record.status == "expired" else 0,
     }
-    if record.status == "failed":  # by a fault of the server
+    if record.status == "failed":  # such as for a full disk
         counts["errored"] += rest
     status: Literal["in_progress", "canceling", "ended"] = "ended" if ended else "in_progress"
     if record.status == "cancelling":

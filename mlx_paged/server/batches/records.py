@@ -18,20 +18,20 @@ ENDED: tuple[Status, ...] = ("completed", "failed", "cancelled", "expired")
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """A batch. Times are seconds since 1970.
+    """A batch. Times are Unix times in seconds.
 
     Attributes:
-        kind: Its API.
-        endpoint: The path of its lines.
-        input_file_id: The API's file with its lines; None if its input is its own.
-        output_file_id, error_file_id: Ids of its output: files of the API once it has ended, None
-            if they stayed empty.
+        kind: The API that created the batch.
+        endpoint: The path of all its lines.
+        input_file_id: The input file; None if the input is not a file of the API.
+        output_file_id, error_file_id: Output files, which are files of the API once the batch has
+            ended; None for an empty one.
         expires_at: When unanswered lines are abandoned.
-        output_expires_after: Lifetime of its output in seconds; None keeps it until it is deleted.
-        ending: Its final status, set when the last line has ended; None before.
-        total: Number of lines, once they are counted.
-        completed, failed: Numbers of answered and refused lines, once `ending` is set.
-        errors: Why it failed, in OpenAI's format: code, line, message, param.
+        output_expires_after: Lifetime of the output in seconds; None: until it is deleted.
+        ending: The final status, set once no more lines will be answered; None before.
+        total: Number of lines, once they were counted.
+        completed, failed: Numbers of answered and failed lines, once `ending` is set.
+        errors: Why the batch failed, in OpenAI's format: code, line, message, param.
     """
 
     id: str
@@ -61,10 +61,10 @@ class BatchRecord:
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> BatchRecord:
-        """Returns a stored record.
+        """Converts a stored record; ignores unknown fields.
 
         Raises:
-            InvalidParameterError: It is no record.
+            InvalidParameterError: A field is missing.
         """
         known = {each.name for each in fields(cls)}
         try:
@@ -74,7 +74,7 @@ class BatchRecord:
             raise InvalidParameterError("files_dir", expected, stored.get("id")) from None
 
     def stored(self) -> dict[str, Any]:
-        """Returns the record as JSON has it."""
+        """Returns the record in the form in which it is stored, as JSON."""
         return asdict(self)
 
     @property

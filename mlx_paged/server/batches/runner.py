@@ -11,14 +11,14 @@ from typing import NamedTuple, Protocol
 
 from mlx_paged.server.batches.lines import URLS, Line, LineError, parse
 
-#: Lines in flight beyond those the engine runs, so that it always has one to start.
+#: Lines in flight beyond those that the engine runs, so that it always has a next one.
 SPARE = 32
 #: Maximum bytes of the lines in flight; a longer line is in flight alone.
 MAX_BYTES_IN_FLIGHT = 256 << 20
 
 
 class Reply(NamedTuple):
-    """An answer of the API.
+    """The API's answer to a line.
 
     Attributes:
         body: JSON.
@@ -29,7 +29,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-#: (url, body, request id) -> its answer.
+#: Answers a request: (url, body, request id) -> reply.
 Endpoint = Callable[[str, bytes, str], Awaitable[Reply]]
 
 
@@ -38,7 +38,7 @@ class Output(NamedTuple):
 
     Attributes:
         content: JSON, without the line break.
-        is_answer: False for a refused body and for a line that holds no request.
+        is_answer: False for an error, and for a line without a valid request.
     """
 
     content: bytes
@@ -49,30 +49,30 @@ class Sink(Protocol):
     """The destination of output lines."""
 
     def is_done(self, line: Line) -> bool:
-        """True if a line has its output already."""
+        """Returns True if a line has its output already."""
 
     def write(self, outputs: Sequence[Output]) -> None:
-        """Writes output lines; they survive a crash once it has returned. Called on a thread.
+        """Writes output lines durably. Called on a thread.
 
         Raises:
-            MlxPagedError: They could not be written.
+            MlxPagedError: The lines could not be written.
         """
 
 
 @dataclass
 class Counts:
-    """Results of the lines of this run."""
+    """Numbers of answered and failed lines."""
 
     answered: int = 0
     failed: int = 0
 
 
 class Room:
-    """Limits the number and bytes of lines in flight. Waiting lines are served in order.
+    """Limits the number and bytes of lines in flight; admits waiting lines in order.
 
     Args:
-        max_lines: Maximum number.
-        max_bytes: Maximum bytes; a single line may exceed it.
+        max_lines: Maximum lines.
+        max_bytes: Maximum bytes; a single line may exceed them.
     """
 
     def __init__(self, max_lines: int, max_bytes: int = MAX_BYTES_IN_FLIGHT) -> None:
@@ -93,7 +93,7 @@ class Room:
             self._num_bytes += size
 
     def release(self, size: int) -> None:
-        """Gives the room back."""
+        """Releases the room of a line."""
         self._num_lines -= 1
         self._num_bytes -= size
         self._freed.set()
@@ -104,11 +104,11 @@ class BatchRunner:
 
     Args:
         answer: Answers a request.
-        sink: Receives the output; lines that it has are skipped.
-        room: Room for the lines in flight; several runners may share it.
+        sink: Receives the output. Lines whose output it has are skipped.
+        room: Limits the lines in flight; several runners may share it.
         urls: Paths that a line may name.
         on_line: Called for each written line.
-        counts: Counts its results; None makes new counts.
+        counts: Counts the results; None starts new counts.
     """
 
     def __init__(
@@ -129,13 +129,13 @@ class BatchRunner:
         self._on_line = on_line
         self._unwritten: list[tuple[Output, int]] = []  # with the sizes of their lines
         self._has_unwritten = asyncio.Event()
-        self._custom_ids: set[int] = set()  # Hashes, because a batch may have many lines.
+        self._custom_ids: set[int] = set()  # hashes, to save memory in large batches
 
     async def run(self, lines: Iterable[Line]) -> None:
-        """Answers all lines. Even after an error, it writes every answer that it has.
+        """Answers all lines. Writes the answers it has even after an error.
 
         Raises:
-            MlxPagedError: The engine or the output failed; the rest can be resumed.
+            MlxPagedError: The engine or the output failed; another run can answer the rest.
         """
         try:
             async with asyncio.TaskGroup() as writing:
@@ -165,11 +165,11 @@ class BatchRunner:
         self._has_unwritten.set()
 
     async def _write(self) -> None:
-        """Writes answers. Those that arrive during a write are written together."""
+        """Writes answers as they arrive; those that arrive during a write are written together."""
         while True:
             await self._has_unwritten.wait()
             self._has_unwritten.clear()
-            await asyncio.sleep(0)  # Others may end in the same round of the loop.
+            await asyncio.sleep(0)  # Other answers may arrive in the same iteration of the loop.
             await self._flush()
 
     async def _output_of(self, line: Line) -> Output:
@@ -190,7 +190,7 @@ class BatchRunner:
         return Output(content, reply.status_code == 200)
 
     def _note(self, line: Line) -> None:
-        """Records the custom_id of a line that an earlier run has answered."""
+        """Records the custom_id of a line that an earlier run answered."""
         try:
             self._custom_ids.add(hash(parse(line, self._urls).custom_id))
         except LineError:
@@ -203,7 +203,7 @@ class BatchRunner:
         self._custom_ids.add(key)
 
     async def _flush(self) -> None:
-        """Writes pending answers on a thread; a cancelled caller waits for that, too."""
+        """Writes pending answers on a thread; waits for it even if cancelled."""
         lines, self._unwritten = self._unwritten, []
         if not lines:
             return

@@ -1,4 +1,4 @@
-"""Puts batches into an application: the folder, and the application that answers the lines."""
+"""Adds batches to a server: the folder, and an inner application that answers the lines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def add_batches(
     routes: Sequence[BaseRoute],
     exception_handlers: Mapping[Any, Callable[..., Any]],
 ) -> None:
-    """Adds batches, with the folder of the configuration, to a server.
+    """Adds batches, stored in the configured folder, to a server.
 
-    The same routes answer the lines, without the checks of clients, which the batch's creator has
-    passed. Lines are neither logged nor counted in the server's load.
+    The same routes answer the lines, without authentication and rate limits, which the creator of a
+    batch has passed. Lines are neither logged nor counted in the server's load.
 
     Raises:
         InvalidParameterError: The folder is unusable.
@@ -57,7 +57,7 @@ def add_batches(
 
 
 def start_batches(context: ServerContext, max_lines: int) -> None:
-    """Resumes unfinished batches, once the server takes requests.
+    """Resumes unfinished batches, once the server accepts requests.
 
     Args:
         max_lines: Maximum lines in flight, unless the configuration has one.

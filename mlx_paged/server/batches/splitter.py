@@ -1,4 +1,4 @@
-"""RequestSplitter: takes the entries of `requests` out of a body of any size, one at a time."""
+"""RequestSplitter: extracts the entries of `requests` from a streamed body, one at a time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from mlx_paged.server.errors import ApiError, bad_request
 #: Maximum bytes of a body without the entries.
 MAX_REST = 1 << 16
 _FIELD = b"requests"
-# Bytes without structure, outside and inside of a string. Possessive, so without backtracking.
+# Bytes without structure, outside and inside a string. Possessive quantifiers do not backtrack.
 _PLAIN = re.compile(rb"[^\"\[\]{}]*+")
 _IN_STRING = re.compile(rb"(?:[^\"\\]++|\\.)*+", re.DOTALL)
 _SHOWN = 64
 
 
 class RequestSplitter:
-    """Reads a JSON object whose field `requests` is a list of objects.
+    """Splits a JSON object whose field `requests` is a list of objects.
 
-    It finds the beginning and end of each entry, and checks nothing inside.
+    Finds the beginning and end of each entry, without validating its content.
 
     Args:
         max_entry: Maximum bytes of an entry.
 
     Attributes:
-        rest: The body without its entries: JSON if the body is.
+        rest: The body without the entries; valid JSON if the body is.
     """
 
     def __init__(self, max_entry: int) -> None:
@@ -35,16 +35,16 @@ class RequestSplitter:
         self._depth = 0
         self._num_entries = 0
         self._in_string = False
-        self._is_escaped = False  # the next byte
-        self._string = bytearray()  # the last one of the body itself
+        self._is_escaped = False  # whether the next byte is escaped
+        self._string = bytearray()  # beginning of the last string at depth 1
         self._in_list = self._had_list = False
-        self._between = b""  # entries
+        self._between = b""  # bytes between two entries
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Reads the next bytes; yields the entries that end in them.
 
         Raises:
-            ApiError: 400, the body has another form or is too large.
+            ApiError: 400, `requests` is not a list of objects, or the body is too large.
         """
         position = 0
         while position < len(data):
@@ -78,7 +78,7 @@ class RequestSplitter:
         return stop
 
     def _structure(self, byte: bytes) -> bytes | None:
-        """Takes a quote or a bracket; returns an entry that ends with it."""
+        """Handles a quote or bracket; returns the entry that ends with it, if one does."""
         at_list = self._in_list and self._depth == 2
         if byte == b'"':
             self._in_string = True
@@ -120,7 +120,7 @@ class RequestSplitter:
         else:
             self.rest += piece
             if len(self.rest) > MAX_REST:
-                message = f"the body must be at most {MAX_REST} bytes beside its requests"
+                message = f"the body must be at most {MAX_REST} bytes without its requests"
                 raise ApiError(400, message, code="too_large")
 
     def _check_between(self, expected: bytes) -> None:
@@ -130,4 +130,4 @@ class RequestSplitter:
 
     def _not_an_object(self) -> ApiError:
         name = f"requests.{self._num_entries}"
-        return bad_request(name, f"{name} must be an object, behind one comma")
+        return bad_request(name, f"{name} must be an object, after a single comma")

@@ -1,4 +1,4 @@
-"""Receives files and other large bodies piece by piece, into the folder of the server."""
+"""Receives files and other large bodies in pieces, without holding them in memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import ApiError, bad_request, shorten
 from mlx_paged.server.requests import too_large, unsupported_content
 
-# A refused form is in the log of requests.
+# Refused forms are in the access log.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 _TYPE = "multipart/form-data"
-# Maximum bytes of a form without the file, of a field, and of the headers of a part.
+# Maximum bytes of a form without the file, and of a field or header.
 _MAX_REST, _MAX_FIELD = 1 << 16, 1 << 12
 _MAX_PARTS = 16
-# Bytes a second that a body must have, after the time that any has.
+# Minimum bytes per second of a body, once its initial timeout has passed.
 _MIN_RATE = 1 << 14
 _DISK_PROBLEMS = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "read-only"}
 
 
 class FormReader:
-    """Splits a form into one file, whose content goes to a function, and short fields.
+    """Splits a multipart form into one file, whose content is passed on, and short fields.
 
     Args:
-        boundary: Boundary of its parts.
-        take: Receives the content of the part named `file`, in pieces.
+        boundary: The boundary between parts.
+        take: Called with the content of the part named `file`, in pieces.
 
     Attributes:
         fields: Received fields by name.
@@ -72,15 +72,15 @@ class FormReader:
         self._name = ""
 
     def feed(self, data: bytes) -> None:
-        """Takes the next bytes.
+        """Parses the next bytes.
 
         Raises:
-            ApiError: 400, they are no form.
+            ApiError: 400, the form is invalid or has too many parts.
         """
         try:
             self._parser.write(data)
         except FormParserError as error:
-            message = f"the body is not {_TYPE} as its Content-Type says: {error}"
+            message = f"the body is not valid {_TYPE}: {error}"
             raise ApiError(400, shorten(message), code="invalid_form") from None
 
     @staticmethod
@@ -131,15 +131,15 @@ class FormReader:
 
 
 class Receiving:
-    """A file that is being received, within the limits of the server.
+    """An upload within the limits of the server.
 
     Args:
         upload: The destination.
-        folder: Its folder.
-        limit: Maximum bytes of the file.
-        what: Its name in errors.
+        folder: The folder that contains it.
+        limit: Maximum bytes of the upload.
+        what: Name of the upload in errors.
         max_total: Maximum bytes of all files.
-        room: Remaining bytes of all files when `Folder.num_uploaded` was 0.
+        room: Bytes that were left for files when `Folder.num_uploaded` was 0.
     """
 
     def __init__(
@@ -150,10 +150,10 @@ class Receiving:
         self._limit, self._what, self._max_total, self._room = limit, what, max_total, room
 
     def take(self, data: bytes) -> None:
-        """Appends to it.
+        """Appends data.
 
         Raises:
-            ApiError: 413.
+            ApiError: 413, a limit would be exceeded.
         """
         if self.upload.size + len(data) > self._limit:
             raise too_large(self._limit, self._what)
@@ -163,17 +163,17 @@ class Receiving:
         self._folder.num_receiving += len(data)
 
     async def write(self) -> None:
-        """Writes it, if much of it is in memory."""
+        """Writes buffered data to disk if there is enough of it."""
         if self.upload.should_write:
             await asyncio.to_thread(self.upload.write)
 
 
 @contextlib.asynccontextmanager
 async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIterator[Receiving]:
-    """Receives a file; unless it is kept, it is deleted at the end.
+    """Receives a file, which is deleted at the end unless `Folder.keep` was called.
 
     Args:
-        what: Its name in errors.
+        what: Name of the file in errors.
 
     Raises:
         ApiError: 507, the disk is full or read-only.
@@ -191,14 +191,14 @@ async def receiving(folder: Folder, config: ServerConfig, what: str) -> AsyncIte
 
 
 def files_too_large(limit: int) -> ApiError:
-    """Returns 413 for a file that would exceed the limit of all files."""
+    """Returns 413 for a file that would exceed the limit for all files."""
     message = f"all files together must be at most {limit} bytes: delete some"
     return ApiError(413, message, code="files_too_large")
 
 
 @contextlib.contextmanager
 def storing() -> Iterator[None]:
-    """Errors of the disk, as answers.
+    """Converts disk errors to API errors.
 
     Raises:
         ApiError: 507, the disk is full or read-only.
@@ -216,14 +216,14 @@ async def read_form(request: Request, to: Receiving, limit: int) -> tuple[str, M
     """Receives a form with one file.
 
     Args:
-        to: Receives its content.
+        to: Receives the content of the file.
         limit: Maximum bytes of the file.
 
     Returns:
         The client's name of the file, and the fields.
 
     Raises:
-        ApiError: 400, 408, 413, 415 or 503.
+        ApiError: 400 or 415, the form is invalid; see also `read_large`.
     """
     reader = FormReader(_boundary(request), to.take)
     await read_large(request, reader.feed, to.write, limit, "the file", _MAX_REST)
@@ -242,15 +242,16 @@ async def read_large(
     what: str = "the body",
     rest: int = 0,
 ) -> None:
-    """Reads a body that is not held in memory.
+    """Reads a body in pieces, without holding it in memory.
 
     Args:
-        take: Receives it, in pieces.
-        after_piece: Called after each piece; no more is read until it returns.
+        take: Called with each piece.
+        after_piece: Awaited after each piece, before more is read.
         limit, rest: Maximum bytes of `what`, and of the rest of the body.
 
     Raises:
-        ApiError: 408, 413 or 503; or whatever `take` raises.
+        ApiError: 408, the body arrives too slowly; 413, it is too large; 499, the client left; 503,
+            the server is shutting down; or an error of `take`.
     """
     context = context_of(request)
     declared = request.headers.get("content-length", "")
@@ -262,16 +263,16 @@ async def read_large(
         async with context.reading_body():
             while True:
                 try:
-                    # (A large body may take its time, but not stand still.)
+                    # A large body may take long, but must keep arriving.
                     left = began + timeout + size / _MIN_RATE - time.monotonic()
                     piece = await asyncio.wait_for(anext(pieces), max(0.0, min(timeout, left)))
                 except StopAsyncIteration:
                     break
-                except TimeoutError:  # (here: outside it means that the server shuts down)
+                except TimeoutError:  # A TimeoutError outside this loop means a shutdown.
                     seconds = time.monotonic() - began
                     raise ApiError(
                         408,
-                        f"the body comes too slowly: {size} bytes in {seconds:.0f} s",
+                        f"the body arrives too slowly: {size} bytes in {seconds:.0f} s",
                         code="read_timeout",
                     ) from None
                 size += len(piece)

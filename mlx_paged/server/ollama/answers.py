@@ -14,7 +14,7 @@ class OllamaError(TypedDict):
 
 
 class CalledFunction(TypedDict):
-    """A called function."""
+    """The function of a tool call."""
 
     index: int
     name: str
@@ -22,7 +22,7 @@ class CalledFunction(TypedDict):
 
 
 class Call(TypedDict):
-    """A call in an answer."""
+    """A tool call in an answer."""
 
     id: str
     function: CalledFunction
@@ -166,7 +166,7 @@ class OllamaVersion(TypedDict):
 class PullStatus(TypedDict):
     """A line of `POST /api/pull`, or its whole answer.
 
-    total, completed: Bytes of the model's files, and of those that are here.
+    total, completed: Bytes of the model's files, and of those that are on this machine.
     """
 
     status: str

@@ -1,7 +1,7 @@
 """Request bodies of Ollama's API.
 
-As in the other APIs, a field works or is refused; options of Ollama's own loader change no answer
-and are accepted. Streams are the default here.
+As in the other APIs, a field is either supported or refused. Options of Ollama's loader change no
+answer and are accepted. Streaming is the default here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_paged.server.bodies import Body, NumLogprobs, StopString, TokenIds
 from mlx_paged.server.pooling_bodies import MAX_TEXTS
 from mlx_paged.server.tool_requests import MAX_TOOLS, Name, ToolBody
 
-_LOADER = "Of Ollama's loader; taken, it changes nothing here."
+_LOADER = "Option of Ollama's loader; accepted, has no effect here."
 
 # --- keep_alive -----------------------------------------------------------------------------------
 
@@ -64,7 +64,8 @@ class Options(Body):
 
     # Options that affect the answer.
     num_predict: Annotated[int, Field(ge=-2, lt=1 << 31)] | None = Field(
-        None, description="Maximum tokens of the answer; 0 and below: as many as the context has."
+        None,
+        description="Maximum tokens of the answer; 0 and below: as many as the context allows.",
     )
     num_ctx: Annotated[int, Field(ge=1, lt=1 << 31)] | None = Field(
         None, description="Tokens of prompt and answer, if less than the server's context."
@@ -114,15 +115,15 @@ class Options(Body):
 
 
 class OllamaFunction(Body):
-    """A called function."""
+    """The function of a tool call."""
 
     name: Name
     arguments: dict[str, Any] = Field(default_factory=dict)
-    index: int | None = Field(None, description="Place among the calls of its message.")
+    index: int | None = Field(None, description="Index among the calls of its message.")
 
 
 class OllamaCall(Body):
-    """A call in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] | None = None
@@ -221,8 +222,8 @@ class GenerateBody(GenerationRequest):
 
     #: Unsupported fields, with the reason for the error message.
     REFUSED: ClassVar[dict[str, str]] = {
-        "suffix": "this server fills no gaps in texts",
-        "template": "templates are Jinja here, and the server's own (--chat-template)",
+        "suffix": "this server does not fill in the middle of texts",
+        "template": "templates are Jinja here, and are set at the start (--chat-template)",
         "width": "this server generates text",
         "height": "this server generates text",
         "steps": "this server generates text",

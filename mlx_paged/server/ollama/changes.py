@@ -1,7 +1,7 @@
 """`POST /api/pull` and `DELETE /api/delete`: models in the Hugging Face hub's cache.
 
-A model is named by its hub id, or by a name that the server gives it. Everything else that changes
-models is refused (`refuse`).
+A model is named by its hub id or by its name on this server. All other operations that change
+models are refused (`refuse`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from mlx_paged.server.requests import read_small_body
 
 #: (path, method) of operations that are refused, with the reasons.
 REFUSED = {
-    ("/api/create", "POST"): "this server makes no models: it serves directories of safetensors, "
-    "GGUF files and hub ids (`mlx-paged serve MODEL`)",
-    ("/api/copy", "POST"): "this server copies no models: --served-model-name gives one several "
-    "names",
-    ("/api/push", "POST"): "this server publishes no models",
+    ("/api/create", "POST"): "this server does not create models: it serves directories of "
+    "safetensors, GGUF files and hub ids (`mlx-paged serve MODEL`)",
+    (
+        "/api/copy",
+        "POST",
+    ): "this server does not copy models: --served-model-name gives one several names",
+    ("/api/push", "POST"): "this server does not publish models",
 }
 # Prefixes of hub ids in Ollama's model names.
 _HOSTS = ("hf.co/", "huggingface.co/")
@@ -71,8 +73,8 @@ async def delete(request: Request) -> Response:
         assert served is not None
         raise bad_request(
             "model",
-            f"model {served.name!r} lies outside of the hub's cache ({served.path or 'embedded'}), "
-            "and this server removes nothing else",
+            f"model {served.name!r} is outside the hub's cache ({served.path or 'embedded'}), and "
+            "this server removes nothing else",
         )
     found = await asyncio.to_thread(hub.models, hub_id)
     if not found:
@@ -93,13 +95,14 @@ def _downloads(request: Request, command: str) -> Downloads:
     """Returns the server's downloads if clients may change models.
 
     Raises:
-        ApiError: 403, it may not; 503, it shuts down.
+        ApiError: 403, clients may not; 503, the server is shutting down.
     """
     context = server_context_of(request)
     if context.downloads is None:
         raise ApiError(
             403,
-            f"this server changes no models: `{command}` does, or start it with --model-changes",
+            f"clients may not change models: run `{command}`, or start the server with "
+            "--model-changes",
             code="model_changes_disabled",
         )
     if context.draining:
@@ -108,13 +111,14 @@ def _downloads(request: Request, command: str) -> Downloads:
 
 
 def _found(request: Request, given: str | None) -> tuple[str | None, ModelStatus | None]:
-    """Returns the hub id that a name means, and the served model of that name.
+    """Finds the model that a name refers to.
 
     Returns:
-        None as the id of a served model that lies elsewhere.
+        Its hub id, None for a served model outside the hub's cache; and the served model of that
+        name, None if it is not served.
 
     Raises:
-        ApiError: 400, it is neither a served name nor a hub id.
+        ApiError: 400, the name is neither a served name nor a hub id.
     """
     if not given:
         raise ApiError(400, "model is missing", param="model", code="missing_field")
@@ -135,7 +139,7 @@ def _found(request: Request, given: str | None) -> tuple[str | None, ModelStatus
 
 
 def _lies_in(status: ModelStatus, hub_id: str, root: Path) -> bool:
-    """True if a model uses the files of a repository."""
+    """Returns True if a served model uses the files of a repository."""
     if status.path == hub_id:
         return True
     return status.path is not None and Path(status.path).resolve().is_relative_to(root.resolve())
@@ -149,7 +153,7 @@ async def _present() -> AsyncIterator[PullStatus]:
 async def _statuses(
     context: ServerContext, downloads: Downloads, name: str, wanted: hub.Download
 ) -> AsyncIterator[PullStatus]:
-    """Fetches a model; yields the progress in Ollama's form.
+    """Downloads a model; yields the progress in Ollama's format.
 
     Raises:
         ApiError: See `Downloads.fetch`; 503 when the server shuts down.
@@ -177,7 +181,7 @@ class _PullResponse(Response):
     """Sends the progress of a download, and cancels it if the client disconnects.
 
     Args:
-        streams: False sends the last status, alone.
+        streams: False sends only the last status.
     """
 
     def __init__(

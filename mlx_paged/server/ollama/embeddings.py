@@ -70,7 +70,7 @@ async def _embedded(
 
     Args:
         field: Their field in the body, for errors.
-        cuts: Cut the ends of long texts, in place of refusing them.
+        cuts: Cut the ends of long texts instead of refusing them.
 
     Raises:
         ApiError: 400 for a text that is too long; see also `Embeddings`.

@@ -49,7 +49,7 @@ def time_of(seconds: float) -> str:
 
 
 def nanoseconds(begin: float | None, end: float | None) -> int:
-    """Returns the nanoseconds between two times in seconds; at least 1, as clients divide by it."""
+    """Converts an interval in seconds to nanoseconds; at least 1, because clients divide by it."""
     return max(1, int(((end or 0.0) - (begin or 0.0)) * 1e9))
 
 
@@ -100,23 +100,23 @@ def _ended(model: str, reason: Literal["load", "unload"]) -> Ending:
     return {"model": model, "created_at": now(), "done": True, "done_reason": reason}
 
 
-# Fields that hold a question, and the answer to a request without one.
-_ASKING: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+# By path: the fields that hold a prompt, and the answer to a request without one.
+_PROMPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "/api/chat": (("messages",), {"message": {"role": "assistant", "content": ""}}),
     "/api/generate": (("prompt", "images"), {"response": ""}),
 }
 
 
 def answer_to_unload(path: str, body: bytes, model: str) -> Response | None:
-    """Answers a request that only unloads its model: keep_alive is 0 and there is no question.
+    """Answers a request that only unloads its model: `keep_alive` is 0, and there is no prompt.
 
     Args:
         body: A JSON object.
 
     Returns:
-        None if it asks something, or is of another path.
+        None if the request has a prompt, or its path is another one.
     """
-    names, empty = _ASKING.get(path, ((), {}))
+    names, empty = _PROMPTS.get(path, ((), {}))
     if not names or any(map(from_json(body).get, names)):
         return None
     return JSONResponse({**_ended(model, "unload"), **empty})
@@ -171,13 +171,13 @@ def _check_raw(body: GenerateBody) -> None:
         if value:
             raise bad_request(
                 name,
-                f"{name} needs the chat template: a raw prompt, or that of a model without a "
-                "template, is taken as it is",
+                f"{name} needs a chat template, which neither raw prompts nor models without one "
+                "have",
             )
 
 
 def _without_bos(model: ServedModel, tokens: list[int]) -> list[int]:
-    """Drops the BOS token, because other tokens come first."""
+    """Drops the BOS token, because other tokens precede the prompt."""
     bos = getattr(model.renderer.tokenizer, "bos_token_id", None)
     return tokens[1:] if bos is not None and tokens[:1] == [bos] else tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -26,8 +27,10 @@ from mlx_paged.server.requests import read_small_body
 
 #: The version of Ollama's API. Clients refuse versions that are too old.
 VERSION = "0.33.0"
-# Ollama's expiry time of models that are never unloaded.
+# Ollama's expiry time of models that are never unloaded. Also shown for later times: a client may
+# give any number of seconds, and years end at 9999.
 _FOREVER = "2318-01-01T00:00:00Z"
+_FOREVER_SECONDS = datetime.fromisoformat(_FOREVER).timestamp()
 _MODALITIES = {"image": "vision", "video": "vision", "audio": "audio"}
 
 
@@ -71,12 +74,18 @@ async def ps(request: Request) -> Response:
                 "size": size,
                 "digest": details.digest,
                 "details": _details(details),
-                "expires_at": _FOREVER if status.expires_at is None else time_of(status.expires_at),
+                "expires_at": _expiry_of(status),
                 "size_vram": size,
                 "context_length": status.max_model_len or details.context_len,
             }
         )
     return JSONResponse(LoadedModels(models=found))
+
+
+def _expiry_of(status: ModelStatus) -> str:
+    if status.expires_at is None or status.expires_at >= _FOREVER_SECONDS:
+        return _FOREVER
+    return time_of(status.expires_at)
 
 
 async def show(request: Request) -> Response:

@@ -54,7 +54,7 @@ def params_of(body: GenerationRequest, model: ServedModel, request: Request) -> 
     """Converts a body to sampling parameters. `limited` may lower the token limit later.
 
     Raises:
-        ApiError: 400 for an option that this server does not have, or for a thinking model.
+        ApiError: 400 for an unsupported option, or for `think` if the model does not think.
         InvalidParameterError: A value that `SamplingParams` refuses.
     """
     options = body.options or Options.model_validate({})
@@ -69,8 +69,8 @@ def params_of(body: GenerationRequest, model: ServedModel, request: Request) -> 
     elif options.repeat_last_n not in (None, -1) and penalty not in (None, 1.0):
         raise bad_request(
             "options.repeat_last_n",
-            "options.repeat_last_n must be -1 or 0 beside a repeat_penalty: the penalty is for all "
-            f"tokens of prompt and answer, not the last {options.repeat_last_n}",
+            "options.repeat_last_n must be -1 or 0 with a repeat_penalty, which applies to all "
+            f"tokens of prompt and answer, but got {options.repeat_last_n}",
             "unsupported_parameter",
         )
     asked = {
@@ -204,9 +204,10 @@ def _call(call: OllamaCall, new_id: str) -> dict[str, Any]:
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]], new_id: str) -> str:
-    """Removes the call that a result answers from `waiting`, and returns its id.
+    """Removes the call that a result answers from `waiting`; returns its id.
 
-    That is the call that the result names, or else the first call of its tool."""
+    This is the call that the result names, or else the first call of its tool.
+    """
     for index, (call_id, name) in enumerate(waiting):
         names_it = message.tool_call_id == call_id
         if names_it or (message.tool_call_id is None and message.tool_name in (None, name)):
@@ -238,7 +239,7 @@ async def prepare_within(
     *,
     shortens: bool,
 ) -> PreparedTurn:
-    """Prepares a chat, and drops its oldest messages until it fits. System messages stay.
+    """Prepares a chat; drops its oldest messages until it fits. System messages stay.
 
     Args:
         limit: Maximum tokens of prompt and answer; None: no limit.
@@ -252,7 +253,7 @@ async def prepare_within(
         prepared = await prepare(request, model, turn, params)
         if limit is None or len(prepared.prompt) < limit or not shortens:
             return prepared
-    except ApiError as error:  # so long that nothing tokenized it
+    except ApiError as error:  # so long that it was not tokenized
         if error.code != "context_length_exceeded" or not shortens or limit is None:
             raise
     room = min(limit // 4, _MAX_ROOM)
@@ -269,7 +270,7 @@ async def prepare_within(
 
 
 def _starts(conversation: Conversation) -> list[int]:
-    """Returns the indices at which a shortened chat may begin: no system messages, and no tool
+    """Returns the indices at which a shortened chat may begin: neither system messages nor tool
     results, whose calls would be missing."""
     messages = conversation.messages
     found = [i for i, m in enumerate(messages) if m["role"] not in ("system", "developer", "tool")]

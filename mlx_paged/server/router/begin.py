@@ -1,4 +1,4 @@
-"""The program of a model's process: imports, waits for a model, and serves it.
+"""Entry point of a model's process: imports modules, waits for a model, and serves it.
 
 Without a model, the process is a spare (`spare`). It then imports in short bursts, because other
 processes stream tokens on the same cores: at full speed, its imports would double their largest

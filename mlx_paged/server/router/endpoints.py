@@ -214,7 +214,7 @@ async def server_info(request: Request) -> Response:
 
 
 def _joined_info(infos: Mapping[int, responses.ServerInfo]) -> responses.ServerInfo:
-    """Merges the infos of a model's replicas, by number: one's options, everyone's statistics."""
+    """Merges the infos of a model's replicas, by number: options of one, statistics of all."""
     joined = next(iter(infos.values())).copy()
     joined["replicas"] = [
         responses.ReplicaInfo(

@@ -176,7 +176,7 @@ class ForwardedResponse(Response):
 
     Args:
         model: The name that the request gave; None: the first model.
-        comments: Send a stream's comments while the model loads.
+        comments: Send SSE comments while the model loads.
         before_answer: See `forward`.
         begun: The lease and the response, if a process is already answering.
     """

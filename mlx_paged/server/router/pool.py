@@ -50,7 +50,7 @@ _PATIENCE = 1.0
 
 
 class KeepAlive(Enum):
-    """Stands for a request without `keep_alive`: the model's current value stays."""
+    """Sentinel for a request without `keep_alive`, which leaves the model's value unchanged."""
 
     AS_BEFORE = "as before"
 
@@ -69,7 +69,7 @@ class PooledModel:
         unused: Set while num_requests is 0.
         keep_alive: Seconds to keep the model loaded without requests; None: no limit.
         last_used: Unix time when its last request ended; None before the first.
-        turn: Order of that end among all requests, to find the least recently used model.
+        turn: Logical time of that end, which orders models by their last use.
         timer: Unloads the model when keep_alive has passed.
         expires_at: Unix time at which the timer fires.
     """
@@ -171,7 +171,7 @@ class Lease:
         return replica.socket
 
     def enter(self, replica: Replica) -> None:
-        """Counts the request among those of a replica, until it is released."""
+        """Counts the request toward a replica until the lease is released."""
         assert self._replica is None and not self._is_released
         self._replica = replica
         replica.num_requests += 1

@@ -105,11 +105,11 @@ class ModelProcess:
     gone.
 
     Args:
-        process: The child.
-        reports: What it reports; see `link`.
-        socket: See below.
-        on_used: See its type.
-        on_background: See its type. `launch` sets it.
+        process: The child process.
+        reports: The pipe for its reports; see `link`.
+        socket: The Unix domain socket that it listens on.
+        on_used: Called with reported token usage; see `OnUsed`.
+        on_background: Called with background responses; see `OnBackground`. Set by `launch`.
 
     Attributes:
         socket: The Unix domain socket that it listens on.
@@ -158,7 +158,7 @@ class ModelProcess:
         Args:
             entry: The module with the functions that `begin` calls.
             socket: Path of the socket that it will listen on.
-            on_used: See its type.
+            on_used: See `OnUsed`.
             environment: Variables to add to those of this process.
         """
         # Same sys.path as here, without the working directory.
@@ -188,7 +188,7 @@ class ModelProcess:
         """Sends the process its model.
 
         Args:
-            on_background: See its type.
+            on_background: See `OnBackground`.
         """
         self._on_background = on_background
         assert self._process.stdin is not None

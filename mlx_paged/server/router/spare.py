@@ -52,7 +52,7 @@ class Spare:
         return None if process is None or process.has_ended else process
 
     async def look(self) -> None:
-        """Starts or ends a process, whichever is due. Called regularly."""
+        """Starts or ends the process if that is due. To be called regularly."""
         if self._process is not None and self._process.has_ended:
             logger.warning("the spare process has ended (%s)", await self._process.ended())
             await self.close()
