@@ -111,7 +111,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
-        *("content", "multimodal", "offload", "wheels", "evals", "hub"),
+        *("content", "multimodal", "offload", "wheels", "evals", "hub", "private_folder"),
     ),
     "server": (
         "__init__",

@@ -30,15 +30,15 @@ from mlx_paged.server.context import Context
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests to run.
+    """The options of a batch.
 
     Attributes:
-        input: JSONL; None means stdin.
-        output: None means stdout.
+        input: JSONL file; None: stdin.
+        output: JSONL file; None: stdout.
         overwrite: Empty the output first.
         model: See `mlx_paged.load`.
         model_names: Names that a body may give as `model`; empty means the model's own name.
-        progress: Show a progress bar; None: on a terminal.
+        progress: Show a progress bar; None: if stderr is a terminal.
         engine_options: Fields of `EngineConfig`.
         dtype: Data type of the weights; see `load`.
     """
@@ -54,22 +54,22 @@ class Batch:
 
 
 def run(batch: Batch) -> int:
-    """Answers the lines without an answer.
+    """Answers the lines that the output does not answer yet.
 
     Returns:
-        The number of lines of this run that failed; the output has their reasons.
+        The number of lines that failed in this run; the output has the reasons.
 
     Raises:
         MlxPagedError: The input was changed since the output was begun, the output cannot be
             written, the model cannot be loaded, or no line of this run could be answered.
     """
-    EngineConfig(**batch.engine_options)  # refuses wrong options before anything is opened
+    EngineConfig(**batch.engine_options)  # validates options before any file is opened
     with _open(batch.input) as file:
         journal = Journal(batch.output, overwrite=batch.overwrite)
         try:
             total = journal.check(file)
             if journal.num_torn_bytes:
-                print_line(f"the last line of {batch.output} is incomplete: it is done again")
+                print_line(f"the last line of {batch.output} is incomplete and is answered again")
             if journal.done.count:
                 print_line(f"{journal.done.count} of {total} lines are done already")
             return _run(batch, file, journal, total) if journal.done.count < total else 0
@@ -124,7 +124,7 @@ async def _answer(
 
 
 def _open(path: Path | None) -> BinaryIO:
-    """Opens the input, which is read twice, so a pipe is copied to a file first."""
+    """Opens the input. A pipe is copied to a file, because the input is read twice."""
     try:
         if path is not None and path.is_file():
             return path.open("rb")

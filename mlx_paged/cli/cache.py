@@ -57,9 +57,9 @@ def show(folder: _Folder, json: _Json = False) -> None:
 
 @cache.command()
 def verify(folder: _Folder, json: _Json = False) -> None:
-    """Read all blocks and check their sums. Exit status 1 if any is damaged.
+    """Read all blocks and verify their checksums. Exit status 1 if any is damaged.
 
-    A server that meets a damaged block computes it again, and deletes the file.
+    A server that finds a damaged block deletes its file and computes the block again.
 
     Examples:
       mlx-paged cache verify ~/.cache/mlx-paged/kv

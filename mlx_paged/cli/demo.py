@@ -37,14 +37,14 @@ class Scene:
     """The chats of one model.
 
     Attributes:
-        max_tokens: Tokens of an answer, by default.
-        drawn: Makes an answer something that rich prints.
+        max_tokens: Default maximum tokens of an answer.
+        render: Converts an answer to something that rich prints.
     """
 
     chats: list[str]
     system_prompt: str
     max_tokens: int
-    drawn: Callable[[str], RenderableType]
+    render: Callable[[str], RenderableType]
 
 
 def _as_code(text: str) -> RenderableType:
@@ -71,7 +71,7 @@ def demo(
         bool, typer.Option(help="Ask the embedded vision model about four images instead.")
     ] = False,
 ) -> None:
-    """Answer eight chats at once that share a long system prompt, and show what that saved.
+    """Answer eight chats at once that share a long system prompt, and show what sharing saved.
 
     Examples:
       mlx-paged demo
@@ -111,7 +111,7 @@ def demo(
         begin("engine")
         on_kernel = partial(begin, "kernels")
         llm = LLM(loaded, async_scheduling=async_scheduling, on_kernel=on_kernel)
-        begin("kernels")  # A first step, so that the timed one is not the first.
+        begin("kernels")  # warm-up, so that the first step is not timed
         llm.generate([[0, 0]], SamplingParams(temperature=0, max_tokens=2))
         llm.engine.reset_prefix_cache()
     info = extension.build_info()
@@ -135,7 +135,7 @@ def demo(
 
     for chat, output in zip(chats, outputs):
         console.print(f"\n[bold]{chat}[/bold]")
-        console.print(scene.drawn(output.outputs[0].text))
+        console.print(scene.render(output.outputs[0].text))
     _print_table(console, chats, outputs, seconds, num_steps, llm)
     if compare and not _compare(console, llm, loaded, prompts, outputs, seconds, limit):
         raise SystemExit(1)
@@ -159,8 +159,8 @@ def _generate(
     params: SamplingParams,
     console: Console,
 ) -> tuple[list[RequestOutput], float]:
-    """Runs the chats with a bar for each."""
-    # The rest of a line takes 36 columns without a bar; longer lines are cut.
+    """Runs the chats with a progress bar for each; returns the outputs and the seconds."""
+    # Without a bar, the rest of a line takes 36 columns; longer lines are cut.
     bar_width = 24 if console.width >= 100 else 0
     width = max(12, min(46, console.width - 37 - bar_width))
     progress = Progress(
@@ -191,7 +191,7 @@ def _generate(
 
 
 def _shortened(chat: str, width: int) -> str:
-    """As many whole words of a chat as fit."""
+    """Cuts a chat to the whole words that fit."""
     return textwrap.shorten(chat, width, placeholder=" ...").ljust(width)
 
 
@@ -203,7 +203,7 @@ def _print_table(
     num_steps: int,
     llm: LLM,
 ) -> None:
-    # Narrow enough for a chat's longest word at 60 columns; chats wrap between words.
+    # Fits into 60 columns with the longest word; chats wrap between words.
     table = Table(
         title="\nWhat it took",
         title_justify="left",
@@ -255,7 +255,7 @@ def _compare(
     seconds: float,
     max_tokens: int,
 ) -> bool:
-    """Runs the same with mlx-lm. Returns True if all greedy tokens agree with its dense path."""
+    """Runs the same chats with mlx-lm; returns True if all greedy tokens are the same."""
     console.print("\nThe same work by mlx-lm, same weights, same process, same BLAS ...")
     eos = set(llm.tokenizer.eos_token_ids)
     ours = [[t for t in o.outputs[0].token_ids if t not in eos] for o in outputs]

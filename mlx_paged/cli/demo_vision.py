@@ -16,7 +16,7 @@ from mlx_paged.demo import vision_model_path
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_WIDTH = 24  # of a picture, in columns; half as many lines
+_WIDTH = 24  # columns of a picture on the terminal, which takes half as many lines
 _QUESTION = "What is in this picture?"
 
 
@@ -73,7 +73,7 @@ def demo_vision(*, async_scheduling: bool = True) -> None:
 
 
 def _blocks(picture: Image) -> Text:
-    """The picture in half blocks, two pixels to a character."""
+    """Draws a picture with half blocks: two pixels per character."""
     small = picture.convert("RGB").resize((_WIDTH, _WIDTH))
     text = Text()
     for y in range(0, _WIDTH, 2):

@@ -1,4 +1,4 @@
-"""How every verb ends: exit status, one line for an error, `--debug` for the traceback, Ctrl-C."""
+"""Runs a verb: exit status, errors in one line, `--debug` for tracebacks, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ExitCode(IntEnum):
     """Exit status of the program."""
 
     OK = 0
-    FAILED = 1  # an error that is printed on stderr, or the reader of our output closed it
+    FAILED = 1  # an error, printed on stderr; or the reader of stdout closed it
     USAGE = 2
     INCOMPLETE = 3  # some lines of a batch failed
     INTERRUPTED = 130  # Ctrl-C
 
 
 class _Debug:
-    """True if errors show their traceback; set by ``--debug``."""
+    """Global state of ``--debug``: `on` if errors show their traceback."""
 
     on = False
 
@@ -44,8 +44,8 @@ class _Debug:
 def run(app: typer.Typer) -> None:
     """Runs the command line and ends the process.
 
-    Ctrl-C is an exception only while the verb runs. Before and after, where it could only become a
-    traceback, it ends the process immediately (`mlx_paged._exit_interrupted`).
+    Ctrl-C raises an exception only while the verb runs. Before and after, where nothing would catch
+    it, it ends the process immediately (`mlx_paged._exit_interrupted`).
     """
     status: int = ExitCode.INTERRUPTED
     if signal.getsignal(signal.SIGINT) in (_exit_interrupted, signal.default_int_handler):
@@ -55,9 +55,9 @@ def run(app: typer.Typer) -> None:
                 status = status_of(app)
             finally:
                 signal.signal(signal.SIGINT, _exit_interrupted)
-        except KeyboardInterrupt:  # another one, while the first was being reported
+        except KeyboardInterrupt:  # a second Ctrl-C, while the first was being reported
             signal.signal(signal.SIGINT, _exit_interrupted)
-    else:  # ignored, in the background of a shell
+    else:  # ignored, as in background jobs of a shell
         status = status_of(app)
     try:
         sys.stdout.flush()
@@ -72,7 +72,7 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     _Debug.on = False
     try:
         command: Any = _with_debug(typer.main.get_command(app))
-        _name_options(command)
+        _convert_parameter_errors(command)
         given = sys.argv[1:] if arguments is None else arguments
         status = command.main(spread_values(given), prog_name=PROGRAM, standalone_mode=False)
         if status == ExitCode.INTERRUPTED:
@@ -88,7 +88,7 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return ExitCode.FAILED
     except typer.TyperException as error:
-        return _misused(error)
+        return _report_misuse(error)
     except MlxPagedError as error:
         _trace()
         print_line(str(error))
@@ -109,7 +109,7 @@ def status_of(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C only sets the event; the caller checks it between two steps of the engine.
+    """Turns Ctrl-C into an event, which the caller checks between two steps of the engine.
 
     An exception in the middle of a step would leave the engine in an inconsistent state.
     """
@@ -126,21 +126,21 @@ def deferred_interrupt() -> Iterator[threading.Event]:
 
 
 def print_line(message: str) -> None:
-    """One line on stderr."""
+    """Prints a message on stderr, as one line with the name of the program."""
     with contextlib.suppress(BrokenPipeError):
         print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _follows_interrupt(error: BaseException) -> bool:
-    """Returns True if Ctrl-C came first: interrupted code may raise other errors at its end."""
+    """Returns True if an error was raised while a Ctrl-C was handled, as by clean-up code."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, KeyboardInterrupt):
         seen = seen.__context__
     return seen is not None
 
 
-def _misused(error: typer.TyperException) -> int:
-    """Wrong usage is one line; without any arguments, the help is shown."""
+def _report_misuse(error: typer.TyperException) -> int:
+    """Prints wrong usage as one line, or the help if there are no arguments; returns the status."""
     message, context = error.format_message(), getattr(error, "ctx", None)
     if context is not None and context.command.name == "serve":
         message = other_flags.with_hint(message, getattr(error, "option_name", None))
@@ -159,7 +159,7 @@ def _trace() -> None:
 
 
 def _drop_output() -> None:
-    """The reader of the output closed it: the interpreter's last flush must not fail."""
+    """Redirects stdout, whose reader has closed it, so that the final flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -168,7 +168,7 @@ def _set_debug(on: bool) -> None:
 
 
 def _with_debug(command: Any) -> Any:
-    """Adds ``--debug`` to a command and to all commands below it."""
+    """Adds ``--debug`` to a command and all its subcommands."""
     parameters = typer.main.get_command(_debug_app).params
     [option] = [parameter for parameter in parameters if parameter.name == "debug"]
     pending = [command]
@@ -179,10 +179,10 @@ def _with_debug(command: Any) -> Any:
     return command
 
 
-def _name_options(command: Any) -> None:
-    """Makes a wrong value of an option a usage error, even if the engine finds it."""
+def _convert_parameter_errors(command: Any) -> None:
+    """Makes invalid values of options usage errors, even if the engine detects them."""
     for each in getattr(command, "commands", {}).values():
-        _name_options(each)
+        _convert_parameter_errors(each)
     if getattr(command, "commands", None):
         return
     invoke = command.invoke
@@ -191,14 +191,14 @@ def _name_options(command: Any) -> None:
         try:
             return invoke(context)
         except InvalidParameterError as error:
-            raise _misuse(context, error) from error
+            raise _usage_error(context, error) from error
 
     command.invoke = invoked
 
 
-def _misuse(context: typer.Context, error: InvalidParameterError) -> Exception:
-    """Converts an error about a parameter to one about its option."""
-    if isinstance(error, StepError):  # It is about an answer.
+def _usage_error(context: typer.Context, error: InvalidParameterError) -> Exception:
+    """Converts an error about a parameter to a usage error about the option that set it."""
+    if isinstance(error, StepError):  # The error concerns an answer, not an option.
         return error
     name, *rest = re.split(r"[.\[]", error.field)
     names = {name}

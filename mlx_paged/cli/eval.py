@@ -1,4 +1,4 @@
-"""`mlx-paged eval`: lm_eval's tasks and tool calls, in this process or against a server."""
+"""`mlx-paged eval`: runs lm_eval's tasks and tool calls, in this process or on a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ONLY_LOCAL = (
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The model, and how it computes."""
+    """The model and its engine options."""
 
     model: Annotated[
         str | None,
@@ -112,7 +112,7 @@ def evaluate(
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
-        raise InvalidParameterError("tasks", "names by commas, each once", tasks)
+        raise InvalidParameterError("tasks", "different names, separated by commas", tasks)
     if server is not None:
         refuse(context, _ONLY_LOCAL, "has no effect with --server")
     check_writable("output_json", output_json)

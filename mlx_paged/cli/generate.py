@@ -1,4 +1,4 @@
-"""`mlx-paged generate`: prompts, or a batch of requests in a file."""
+"""`mlx-paged generate`: answers prompts, or a batch of requests in a file."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _BATCH = "Batch"
 _STRUCTURED = "Structured outputs"
-# Options that apply to a batch; its lines have everything else.
-_OF_BATCH = frozenset(
+# Options that apply to a batch, whose lines contain everything else.
+_BATCH_OPTIONS = frozenset(
     {"input", "output", "overwrite", "served_model_name", "model", "max_num_seqs",
      "runner", "dtype", "max_model_len", "kv_cache_memory", "kv_cache_dtype", "cpu_activations",
      "async_scheduling", "max_step_time_ms", "speculative_config", "adapter_path",
@@ -68,7 +68,7 @@ _GREEDY = SamplingOptions(
 
 @dataclass(frozen=True)
 class StructuredOptions:
-    """Constraints on an answer: at most one of them."""
+    """Constraints on answers, of which at most one may be given."""
 
     json_schema: Annotated[
         Path | None, option(_STRUCTURED, "File with a JSON schema for answers.")
@@ -185,8 +185,8 @@ def generate(
         ),
     }
     if input is not None:
-        others = context.params.keys() - _OF_BATCH
-        refuse(context, others, "it has no use with --input: the lines say it")
+        others = context.params.keys() - _BATCH_OPTIONS
+        refuse(context, others, "has no effect with --input: the lines specify it")
         with needs_extra("server", "a batch"):
             from mlx_paged.cli import batch
         num_failed = batch.run(
@@ -204,7 +204,7 @@ def generate(
         if num_failed:
             raise typer.Exit(ExitCode.INCOMPLETE)
         return
-    refuse(context, _ONLY_BATCH, "it needs --input: it is for a batch")
+    refuse(context, _ONLY_BATCH, "needs --input: it applies to batches")
     given_prompts = [*([] if text is None else [text]), *(prompt or [])]
     prompts = _prompts(context, given_prompts, file or [], keep_breaks=ignore_chat_template)
     from mlx_paged.cli.progress import loading_bar
@@ -225,16 +225,16 @@ def generate(
 def _prompts(
     context: typer.Context, prompts: list[str], files: list[Path], *, keep_breaks: bool
 ) -> list[str]:
-    """Returns the prompts of the command line, then the files', or else stdin's."""
+    """Returns the prompts of the command line and of the files, or else of stdin."""
     if not prompts and not files:
         if sys.stdin is None or sys.stdin.isatty():
-            context.fail("there is no prompt: give a text, --file or --input, or pipe a text in")
+            context.fail("there is no prompt: give a text, --file or --input, or pipe in a text")
         files = [Path("-")]
     return [*prompts, *(_read(_unless_dash(path), keep_breaks) for path in files)]
 
 
 def _structured_outputs(options: StructuredOptions) -> dict[str, Any] | None:
-    """Returns the given fields of `StructuredOutputs`, which reports invalid ones."""
+    """Returns the fields of `StructuredOutputs`, which validates them; None without constraints."""
     return (
         given(
             json=None if options.json_schema is None else _read(options.json_schema, True),
@@ -274,7 +274,7 @@ def _answer(
     chat: bool,
     progress: bool | None,
 ) -> None:
-    """Prints answers: one as it arrives, several when they are done, in order."""
+    """Prints answers: a single one as it arrives, several in order once all are done."""
     from rich.console import Console
     from rich.rule import Rule
 
@@ -297,8 +297,10 @@ def _answer(
             texts.setdefault((int(update.request_id), update.index), []).append(update.text)
             if update.finish_reason is not None:
                 advance()
-    for (place, index), pieces in sorted(texts.items()):
-        title = prompts[place] if params.n == 1 else f"{prompts[place]} [{index + 1}/{params.n}]"
+    for (prompt_index, index), pieces in sorted(texts.items()):
+        title = prompts[prompt_index]
+        if params.n > 1:
+            title += f" [{index + 1}/{params.n}]"
         console.print(Rule(title, align="left"))
         console.print("".join(pieces))
 
@@ -306,7 +308,7 @@ def _answer(
 def _stream(
     llm: LLM, inputs: list[str] | list[list[int]], params: SamplingParams
 ) -> Iterator[SequenceUpdate]:
-    """Runs `LLM.stream`, which Ctrl-C ends between two steps."""
+    """Runs `LLM.stream`; Ctrl-C ends it between two steps."""
     with deferred_interrupt() as interrupted:
         for update in llm.stream(inputs, params):
             yield update

@@ -1,4 +1,4 @@
-"""`mlx-paged`: the entry point. Verbs import heavy modules when called, so `--help` is fast."""
+"""`mlx-paged`: the entry point. Verbs import heavy modules only when called: `--help` is fast."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ app.add_typer(cache, name="cache")
 
 
 def main() -> None:
-    """Runs the command line; see `entry` for how it ends."""
+    """Runs the command line and ends the process; see `entry`."""
     transformers_import.arrange()
-    unpatch()  # the engine needs no paged mlx-lm, and comparisons are with unpatched mlx-lm
+    unpatch()  # The engine does not need a patched mlx-lm, and comparisons need an unpatched one.
     entry.run(app)
 
 

@@ -1,4 +1,4 @@
-"""`mlx-paged pull`, `list`, `show` and `rm`: models of the Hugging Face hub on this machine."""
+"""`mlx-paged pull`, `list`, `show` and `rm`: manage models of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pull(
     ] = None,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", help="Only files like this pattern; may be given repeatedly."),
+        typer.Option("--include", help="Only files that match this pattern. Repeatable."),
     ] = None,
     fits: Annotated[
         bool,
@@ -176,7 +176,7 @@ def _as_json(model: CachedModel) -> dict[str, Any]:
 
 
 def _served(path: Path, config: dict[str, Any]) -> str:
-    """Returns "yes", or why not."""
+    """Returns whether a model can be served: "yes", or why not."""
     if not config:
         return "yes, each GGUF file by its path" if any(path.glob("*.gguf")) else "no config.json"
     from mlx_paged.engine.loading import require_served
@@ -195,7 +195,7 @@ def _context(config: dict[str, Any]) -> int | None:
 
 
 def _usable_memory() -> int:
-    """Bytes that weights may take at most, by the engine's rule."""
+    """Returns the maximum bytes of weights that the engine would load on this machine."""
     from mlx_paged.doctor import jobs
 
     outcome = jobs.run_in_child([jobs.MEMORY])[jobs.MEMORY]

@@ -1,4 +1,4 @@
-"""Options of the verbs: groups, options shared by several verbs, and files of options."""
+"""Options of the verbs: option groups, options that verbs share, and option files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ ENGINE = "Model and engine"
 _SAMPLING = "Sampling"
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-#: How a chat draws answers.
+#: How a chat renders answers.
 Markup = Literal["auto", "markdown", "code", "plain"]
 
 
 def option(panel: str | None, help: str, *names: str, **more: Any) -> Any:
-    """An option under a heading of ``--help``; without `names` the parameter's name is the flag."""
+    """Declares an option under a heading of ``--help``.
+
+    Args:
+        names: Flags; by default one made of the parameter's name.
+    """
     return typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 def with_options(*, environment: bool = False) -> Callable[[Callable[..., None]], Any]:
     """Lets a verb take groups of options, each as one parameter.
 
-    A group is a dataclass whose fields are annotated like parameters of a verb. Typer sees its
-    fields in place of the parameter. The parameter's default is the group with the defaults of this
-    verb; without one, the defaults of the fields apply.
+    A group is a dataclass whose fields are annotated like parameters of a verb. Typer sees the
+    fields instead of the parameter. The default of the parameter is a group with the verb's own
+    defaults; without one, those of the fields apply.
 
     Args:
-        environment: Each option of a group can be set by an environment variable, whose name
-            follows from its flag.
+        environment: Let an environment variable, named after its flag, set each option of a group.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -66,7 +69,7 @@ def with_options(*, environment: bool = False) -> Callable[[Callable[..., None]]
 
 
 def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
-    """Returns a verb's parameters for the fields of a group, whose values are the defaults."""
+    """Returns a parameter for each field of a group, with its value as the default."""
     made = []
     for name, hint in get_type_hints(type(group), include_extras=True).items():
         kind, info = hint.__origin__, copy(hint.__metadata__[0])
@@ -88,7 +91,7 @@ def _parameters(group: Any, environment: bool) -> list[inspect.Parameter]:
 
 
 def spread_values(arguments: Sequence[str]) -> list[str]:
-    """Repeats ``--lora-modules`` before each of its values: vLLM takes several after one flag."""
+    """Repeats ``--lora-modules`` before each of its values, since vLLM takes several after one."""
     flag, spread = "--lora-modules", list[str]()
     follows = False
     for argument in arguments:
@@ -103,18 +106,22 @@ def spread_values(arguments: Sequence[str]) -> list[str]:
 
 
 def fields_of(kind: type, options: Any) -> dict[str, Any]:
-    """Returns the fields that a dataclass shares with a group of options, with their values."""
+    """Returns the values of the options that are also fields of a dataclass, by name."""
     names = [f.name for f in fields(kind) if hasattr(options, f.name)]
     return {name: getattr(options, name) for name in names}
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The options that have a value."""
+    """Returns the options that have a value, by name."""
     return {name: value for name, value in values.items() if value not in (None, [])}
 
 
 def refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Refuses options of the command line that have no effect with others."""
+    """Refuses options if they were given on the command line.
+
+    Raises:
+        typer.BadParameter: With the reason.
+    """
     for name in sorted(set(context.params).intersection(names)):
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
             [found] = [p for p in context.command.params if p.name == name]
@@ -149,7 +156,7 @@ KVCacheMemory = Annotated[
 
 
 def follow_first(size: int) -> int:
-    """Under `mlx.launch`, makes every process but the first follow that one; those never return."""
+    """Under `mlx.launch`, makes all processes but the first follow that one, and never return."""
     if size > 1 and os.environ.get("MLX_RANK", "0") != "0":
         from mlx_paged.engine.ranks.start import follow_if_launched
 
@@ -235,7 +242,7 @@ AdapterPath = Annotated[
 
 @dataclass(frozen=True)
 class OffloadingOptions:
-    """Where KV blocks go that leave the cache; fields of `EngineConfig`."""
+    """Where to keep KV blocks that leave the cache; fields of `EngineConfig`."""
 
     kv_offloading_size: Annotated[
         float | None, option(ENGINE, OFFLOADING_HELP, show_default="none")
@@ -308,44 +315,44 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def option_values(
-    context: typer.Context, place: str, entries: Mapping[Any, Any], names: Collection[str]
+    context: typer.Context, where: str, entries: Mapping[Any, Any], names: Collection[str]
 ) -> dict[str, Any]:
-    """Converts options of a file as if they were on the command line.
+    """Converts options in a file as if they were on the command line.
 
     Args:
-        place: Where they are, for errors.
-        entries: By name, in any spelling that a file of options may have.
-        names: The parameters that may occur.
+        where: Location of the entries, for errors.
+        entries: Values by name, in any spelling that an option file may have.
+        names: The allowed parameters.
 
     Raises:
-        typer.BadParameter: An unknown option, or a wrong value.
+        typer.BadParameter: An unknown option, or an invalid value.
     """
     found: dict[str, Any] = {}
-    for parameter, value in _values(context, place, entries):
+    for parameter, value in _values(context, where, entries):
         if parameter.name not in names:
-            raise typer.BadParameter(f"{place}: {parameter.name} is no option of a model")
+            raise typer.BadParameter(f"{where}: {parameter.name} is not an option of a model")
         try:
             found[parameter.name] = parameter.process_value(context, value)
         except typer.BadParameter as error:
-            raise typer.BadParameter(f"{place}.{parameter.name}: {error.message}") from error
+            raise typer.BadParameter(f"{where}.{parameter.name}: {error.message}") from error
     return found
 
 
 def _values(
-    context: typer.Context, place: str, entries: Mapping[Any, Any]
+    context: typer.Context, where: str, entries: Mapping[Any, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields a command's parameters and their values in a file, as the command line has them."""
+    """Yields the parameters that a file sets, with values in the form of the command line."""
     parameters = _by_name(context.command)
     for key, value in entries.items():
         found, is_negated = parameters.get(str(key).replace("-", "_"), (None, False))
         if found is None:
-            raise typer.BadParameter(f"{place}: there is no option {key!r}")
+            raise typer.BadParameter(f"{where}: there is no option {key!r}")
         if is_negated:
             if not isinstance(value, bool):
-                raise typer.BadParameter(f"{place}: {key} must be true or false but is {value!r}")
+                raise typer.BadParameter(f"{where}: {key} must be true or false but is {value!r}")
             yield found, not value
         elif isinstance(value, dict):
-            yield found, json.dumps(value)  # The command line takes it as JSON.
+            yield found, json.dumps(value)  # The command line takes mappings as JSON.
         elif isinstance(value, (list, tuple)):
             yield found, [json.dumps(v) if isinstance(v, dict) else str(v) for v in value]
         else:
@@ -354,7 +361,7 @@ def _values(
 
 
 def _by_name(command: Any) -> dict[str, tuple[Any, bool]]:
-    """Returns a command's parameters by each name, and True for names that turn them off."""
+    """Returns a command's parameters by each of their names, and True for negated names."""
     found: dict[str, tuple[Any, bool]] = {}
     # Arguments last: `model` is the argument of `serve`, not its option of that name.
     for parameter in sorted(command.params, key=lambda p: p.param_type_name == "argument"):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 _MEMORY = "--gpu-memory-utilization or --kv-cache-memory sets the memory of the KV cache"
-_ALWAYS_PAGED = "nothing is needed: batches are continuous, and the cache is paged, always"
+_ALWAYS_PAGED = "nothing is needed: batching is always continuous, and the cache always paged"
 _SAMPLING = (
     "clients send it with each request; --override-generation-config '{\"%s\": ...}' sets a default"
 )
 _ANSWER = (
     "clients send max_tokens with each request; --override-generation-config "
-    "'{\"max_new_tokens\": ...}' sets the most, --max-model-len the context"
+    "'{\"max_new_tokens\": ...}' sets the maximum, --max-model-len the context"
 )
-_CHUNKS = "--max-num-batched-tokens sets the most tokens of a step"
+_CHUNKS = "--max-num-batched-tokens sets the maximum tokens of a step"
 _MEDIA = "nothing is needed: models with towers take media where the extra 'vision' is installed"
 _QUANTIZED_KV = "--kv-cache-dtype int8 or int4 quantizes the KV cache"
 _DRAFT_MODEL = (
@@ -22,7 +22,6 @@ _MTP = (
     '--speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\' drafts with the '
     "model's own head"
 )
-_NO_DISK = "the prefix cache is in memory only"
 _TEMPLATE = (
     "clients send chat_template_kwargs with each request; --chat-template sets another template"
 )
@@ -35,9 +34,9 @@ _HINTS: dict[str, str] = {
     "--cache-policy": "--no-enable-prefix-caching switches the prefix cache off",
     "--chat-template-args": _TEMPLATE,
     "--chunked-prefill-tokens": _CHUNKS,
-    "--completion-batch-size": "--max-num-seqs sets the most sequences of a step",
+    "--completion-batch-size": "--max-num-seqs sets the maximum sequences of a step",
     "--continuous-batching": _ALWAYS_PAGED,
-    "--decode-concurrency": "--max-num-seqs sets the most sequences of a step",
+    "--decode-concurrency": "--max-num-seqs sets the maximum sequences of a step",
     "--default-chat-template-kwargs": _TEMPLATE,
     "--default-min-p": _SAMPLING % "min_p",
     "--default-presence-penalty": "clients send presence_penalty with each request",
@@ -46,7 +45,7 @@ _HINTS: dict[str, str] = {
     "--default-thinking-token-budget": "clients send thinking_token_budget with each request",
     "--default-top-k": _SAMPLING % "top_k",
     "--default-top-p": _SAMPLING % "top_p",
-    "--disable-log-stats": "GET /metrics has the statistics, and the log none",
+    "--disable-log-stats": "nothing is needed: statistics are not logged; GET /metrics has them",
     "--disable-prefix-cache": "it is --no-enable-prefix-caching here",
     "--draft-model": _DRAFT_MODEL,
     "--embedding-model": "--models-config adds it, with the option runner: pooling",
@@ -63,8 +62,8 @@ _HINTS: dict[str, str] = {
     "--kv-transfer-config": "it is --role prefill or decode here (docs/disaggregation.md)",
     "--lazy-load-model": "models besides the first (--model) are loaded when requests name them",
     "--max-cache-blocks": "it is --num-gpu-blocks-override here",
-    "--max-kv-size": "--max-model-len sets the most tokens of prompt and answer",
-    "--max-request-tokens": "--max-model-len sets the most tokens of prompt and answer",
+    "--max-kv-size": "--max-model-len sets the maximum tokens of prompt and answer",
+    "--max-request-tokens": "--max-model-len sets the maximum tokens of prompt and answer",
     "--max-tokens": _ANSWER,
     "--mcp-config": "it is --mcp here",
     "--memory-budget-gb": "it is --memory-budget here, for several models (--model)",
@@ -83,17 +82,17 @@ _HINTS: dict[str, str] = {
     "--prefix-cache-size": _MEMORY,
     "--prompt-cache-bytes": "--kv-cache-memory sets the bytes of the KV cache",
     "--prompt-cache-size": _MEMORY,
-    "--prompt-concurrency": "--max-num-seqs sets the most sequences of a step",
-    "--quantization": "nothing is needed: the checkpoint says it; mlx_lm.convert -q quantizes",
+    "--prompt-concurrency": "--max-num-seqs sets the maximum sequences of a step",
+    "--quantization": "nothing is needed: the checkpoint specifies it; mlx_lm.convert -q quantizes",
     "--quantized-kv-start": _QUANTIZED_KV,
-    "--rate-limit": "--max-queue limits the requests that wait",
+    "--rate-limit": "--requests-per-minute and --tokens-per-minute limit each API key or address",
     "--request-timeout-s": "it is --request-timeout here",
     "--rerank-model": "--models-config adds it, with the option runner: pooling",
     "--revision": "give the directory of the revision, as `mlx-paged pull` prints it",
-    "--specprefill": "prompts are computed whole",
-    "--ssd-cache-dir": _NO_DISK,
-    "--ssd-cache-max-gb": _NO_DISK,
-    "--swap-space": _NO_DISK,
+    "--specprefill": "there is no such option: every token of a prompt is computed",
+    "--ssd-cache-dir": "it is --kv-offload-dir here",
+    "--ssd-cache-max-gb": "it is --kv-offload-gib here",
+    "--swap-space": "--kv-offloading-size sets the host memory for KV blocks",
     "--temp": _SAMPLING % "temperature",
     "--temperature": _SAMPLING % "temperature",
     "--timeout": "it is --request-timeout here",
@@ -104,7 +103,7 @@ _HINTS: dict[str, str] = {
     "--use-default-chat-template": "--chat-template sets a template",
     "--use-paged-cache": _ALWAYS_PAGED,
     "--uvicorn-log-level": "it is --log-level here",
-    "--warm-prompts": "send the prompt once: what it begins with is kept in the prefix cache",
+    "--warm-prompts": "send the prompt once: the prefix cache keeps it",
 }
 
 

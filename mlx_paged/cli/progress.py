@@ -66,13 +66,13 @@ def progress_bar(
 def loading_bar(
     num_stages: int, *, shown: bool | None = None, console: Console | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Yields ``begin(stage)``, to be called before each stage of a start. At the end, removes the
-    bar.
+    """Yields ``begin(stage)``, to be called before each stage of a start.
 
-    Before each step of a stage with steps, ``begin(step, done, total)`` may be called.
+    A stage with steps may call ``begin(step, done, total)`` before each. The bar disappears at the
+    end.
 
     Args:
-        shown: None: on a terminal.
+        shown: None: if the console is a terminal.
         console: Where to draw; None means stderr.
     """
     console = console or Console(stderr=True, highlight=False)
@@ -102,7 +102,7 @@ def loading_bar(
 
 @contextlib.contextmanager
 def download_bar(name: str, *, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Yields ``on_bytes(so far, in all)``. The bar appears with the first bytes."""
+    """Yields ``on_bytes(done, total)``. The bar appears with the first call."""
     console = Console(stderr=True, highlight=False)
     progress = Progress(
         TextColumn("{task.description}"),
@@ -123,7 +123,7 @@ def download_bar(name: str, *, shown: bool | None = None) -> Iterator[Callable[[
 
 
 def kernel_bar(shown: bool | None = None) -> Callable[[int, int], None]:
-    """For `on_kernel` of an engine: a bar from the first kernel (or kind of step) to the last."""
+    """Returns an engine's `on_kernel`, which shows a bar from the first kernel to the last."""
     bar = contextlib.ExitStack()
     advance: list[Callable[..., None]] = []
 
@@ -140,7 +140,7 @@ def kernel_bar(shown: bool | None = None) -> Callable[[int, int], None]:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pauses the garbage collector: imports stay, and collecting takes a tenth of the time."""
+    """Pauses the garbage collector, which would take a tenth of the time and free nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

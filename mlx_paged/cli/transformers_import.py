@@ -3,8 +3,8 @@
 - transformers reads every file of its `models` folder (some 1,600) to learn its possible imports,
   and does so twice: the function is cached, but its `lru_cache` holds 128 folders and there are
   550. Here the cache has no limit.
-- It imports torch where that is installed, which takes 200 MB. Nothing here needs it, so
-  transformers is told that there is none; other code may import it all the same.
+- It imports torch if that is installed, which takes 200 MB. Nothing here needs torch, so
+  transformers is told that it is missing; other code may still import it.
 
 With another version of transformers, this does nothing.
 """
@@ -25,7 +25,7 @@ LOOK_UP = "_is_package_available"
 
 
 def arrange() -> None:
-    """Lets transformers, when it is first imported, scan its files once and find no torch."""
+    """Makes transformers, when it is first imported, scan its files once and find no torch."""
     around_import(MODULE, _import_lightly)
 
 
@@ -41,7 +41,7 @@ def _import_lightly(module: ModuleType, execute: Callable[[], None]) -> None:
 
 
 def _without_torch(look_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps transformers' look-up of a package: (found, its version if asked for)."""
+    """Wraps transformers' look-up of a package, which returns (found, version or None)."""
 
     @functools.wraps(look_up)
     def found(name: str, return_version: bool = False) -> Any:

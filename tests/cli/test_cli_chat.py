@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +120,22 @@ def test_a_command_that_cannot_be_done_says_why(entered, told) -> None:
     assert session.conversation == Conversation()
 
 
+def test_a_chat_that_cannot_be_saved_leaves_no_file(tmp_path, monkeypatch) -> None:
+    session = chat(["a"])
+    handle(session, "one")
+    handle(session, f"/save {tmp_path / 'saved'}")
+    before = (tmp_path / "saved").read_text()
+
+    def full(source: str, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    handle(session, f"/save {tmp_path / 'saved'}")
+    assert session.view.errors == [f"cannot write {tmp_path / 'saved'}: No space left on device"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (tmp_path / "saved").read_text() == before
+
+
 def test_params_are_set_shown_sent_and_reset() -> None:
     session = chat(["a"], ["b"])
     for entered in ("temperature 0.2", 'stop = ["a b", "c"]', "seed=4", "max_tokens 9"):
@@ -204,9 +223,9 @@ def test_another_file_is_not_overwritten(tmp_path) -> None:
         ({"system": 3}, "is damaged: system"),
         ({"params": []}, "is damaged: system or params"),
         ({"params": {"top_p": 7}}, "top_p must be"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "by turns"),
-        ({"messages": [{"role": "assistant", "content": "x"}] * 2}, "by turns"),
-        ({"messages": "x"}, "by turns"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "must alternate"),
+        ({"messages": [{"role": "assistant", "content": "x"}] * 2}, "must alternate"),
+        ({"messages": "x"}, "must alternate"),
     ],
 )
 def test_a_damaged_file_is_refused_and_the_chat_kept(changes, told, tmp_path) -> None:

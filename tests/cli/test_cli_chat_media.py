@@ -185,7 +185,7 @@ def test_a_saved_chat_has_its_files(folder) -> None:
         assert change[0] in whole
         (folder / "chat.json").write_text(whole.replace(*change))
         handle(session, "/load chat.json")
-        assert "by turns" in session.view.errors[-1], change
+        assert "must alternate" in session.view.errors[-1], change
     assert session.conversation == before
 
 

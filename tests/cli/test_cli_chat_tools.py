@@ -274,7 +274,7 @@ def test_the_loop_ends_after_a_number_of_rounds(tools) -> None:
     session = ChatSession(script, View(), Conversation(), tools, max_tool_rounds=2)
     handle(session, "Go")
     assert len(script.asked) == 3 and session.failed
-    assert "error: not called: 2 rounds of calls are the most" in session.view.notes
+    assert "error: not called: the maximum is 2 rounds of calls" in session.view.notes
     assert [m["role"] for m in session.conversation.messages] == [
         "user", "assistant", "tool", "assistant", "tool", "assistant",
     ]  # fmt: skip

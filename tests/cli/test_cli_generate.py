@@ -138,7 +138,7 @@ def test_stdin_is_one_prompt(flags, prompts, monkeypatch) -> None:
 def test_without_a_prompt_at_a_terminal_it_says_what_to_give(monkeypatch, capsys) -> None:
     pipe(monkeypatch, b"", is_terminal=True)
     assert status_of(app, ["generate"]) == ExitCode.USAGE
-    assert "give a text, --file or --input, or pipe a text in" in capsys.readouterr().err
+    assert "give a text, --file or --input, or pipe in a text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,10 @@ def test_an_error_about_what_no_option_gave_is_none_of_usage(capsys) -> None:
         ("--cache-memory-percent=0.2", "--gpu-memory-utilization or --kv-cache-memory"),
         ("--prompt-cache-size=3", "--kv-cache-memory"),
         ("--max-tokens=512", "max_new_tokens"),
+        ("--ssd-cache-dir=kv", "--kv-offload-dir"),
+        ("--ssd-cache-max-gb=8", "--kv-offload-gib"),
+        ("--swap-space=4", "--kv-offloading-size"),
+        ("--rate-limit=60", "--requests-per-minute"),
         ("--temp=0.5", "--override-generation-config"),
     ],
 )

@@ -497,17 +497,17 @@ def test_wrong_times_to_keep_a_model(given: Any) -> None:
     ("entries", "said"),
     [
         ("5", "a list of models"),
-        ("[{modle: x}]", "models_config[0] must be of model, name"),
+        ("[{modle: x}]", "models_config[0] must be a mapping of model, name"),
         ("[{model: x, ttl: -1}]", "models_config[0].ttl must be seconds"),
         ("[{model: x, aliases: [y]}]", "models_config[0].name must be given with aliases"),
         ("[{model: x, pinned: maybe}]", "models_config[0].pinned must be true or false"),
-        ("[{model: x, options: {port: 3}}]", "port is no option of a model"),
+        ("[{model: x, options: {port: 3}}]", "port is not an option of a model"),
         ("[{model: x, options: {bogus: 3}}]", "there is no option 'bogus'"),
         ("[{model: x, options: {max-num-seqs: few}}]", "max_num_seqs"),
         ("[{model: x, options: {block_size: 7}}]", "block_size"),
         ("[{model: x, name: first}]", "a name that no other model has"),
         ("[x, {model: y, name: x}]", "a name that no other model has"),
-        ("{a: {b: c}", "a file in YAML"),
+        ("{a: {b: c}", "a YAML file"),
     ],
 )
 def test_a_wrong_file_of_models_is_refused(tmp_path: Path, entries: str, said: str) -> None:
@@ -523,7 +523,7 @@ def test_a_wrong_file_of_models_is_refused(tmp_path: Path, entries: str, said: s
     ("options", "said"),
     [
         (["--memory-budget", "4"], "several models"),
-        (["--model", "a=x", "--model", "b=y", "--pin-model", "c"], "a name of a model (a, b)"),
+        (["--model", "a=x", "--model", "b=y", "--pin-model", "c"], "the name of a model (a, b)"),
         (["--model", "a=x", "--model", "=y"], "NAME=PATH"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`mlx-paged bench`: a module for each thing that is measured."""
+"""`mlx-paged bench`: benchmarks, one module per subject."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mlx-paged bench kernels`: options, and the output of results."""
+"""`mlx-paged bench kernels`: its options, and the output of its results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 _GRID, _HOW, _OUT = "Cases (repeatable, or comma-separated)", "How", "Output"
-_LONG = 4  # cases
+_MIN_CASES_FOR_BAR = 4
 
 
 @dataclass(frozen=True)
 class GridOptions:
-    """Values of the fields of `Case`."""
+    """Values for the fields of `Case`; the benchmark measures all combinations."""
 
     op: Annotated[
         ListOf, list_option(_GRID, "Primitives: " + ", ".join(OPS) + ".", "all of the backend's")
@@ -67,16 +67,16 @@ class GridOptions:
     ] = None
 
     def values(self) -> dict[str, list[Any]]:
-        """Returns the values given for each field.
+        """Parses the values given for each field.
 
         Raises:
-            InvalidParameterError: An invalid value.
+            InvalidParameterError: A value is invalid.
         """
         return {name: parse_list(name, getattr(self, name), *_VALUES[name]) for name in _VALUES}
 
 
 def _window(word: str) -> int | None:
-    """``0`` and ``none`` are no window."""
+    """Parses a window; returns None for ``0`` and ``none``."""
     return at_least(0)[1]("0" if word.lower() == "none" else word) or None
 
 
@@ -93,7 +93,7 @@ _VALUES: dict[str, Values] = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the cases are measured."""
+    """Device and settings of the measurement."""
 
     device: Annotated[
         Literal["cpu", "gpu"] | None,
@@ -113,7 +113,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Files:
-    """Destinations of the results."""
+    """Files for the results."""
 
     json: Annotated[Path | None, option(_OUT, "JSON file for all results.")] = None
     csv: Annotated[Path | None, option(_OUT, "CSV file for all rows.")] = None
@@ -139,8 +139,8 @@ def kernels(
 ) -> None:
     """Measure every native primitive against this machine's bandwidth.
 
-    Attention is timed against MLX's dense attention and against gathering
-    first; everything against a plain copy, whose bandwidth is the roof. All
+    Attention is compared with MLX's dense attention and with gathering
+    first; everything with a plain copy, whose bandwidth is the roof. All
     take turns in each round, so that drift affects all alike. Each
     op is first checked against a float64 reference on the same inputs; a
     wrong result ends the run with exit status 1.
@@ -202,8 +202,7 @@ def _measure(given: dict[str, list[Any]], how: RunOptions, files: Files) -> None
     settings = measure.Settings(
         how.rounds or (5 if how.quick else 9), how.past_cache << 20, how.seed
     )
-    # A short run needs no bar.
-    shown = None if len(served) >= _LONG else False
+    shown = None if len(served) >= _MIN_CASES_FOR_BAR else False
     with progress_bar("", len(served), shown=shown, passive=True) as advance:
 
         def on_case(case: Case, is_done: bool) -> None:

@@ -1,4 +1,4 @@
-"""`mlx-paged bench media`: pictures and videos, against mlx-vlm."""
+"""`mlx-paged bench media`: images and videos, compared with mlx-vlm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_paged.extras import needs_extra
 if TYPE_CHECKING:
     from mlx_paged.bench.remote import Remote
 
-# Tokens of questions, answers and templates, in addition to the rows of the media.
+# Tokens of questions and templates, besides those of the media.
 _TEXT_TOKENS = 512
 _MAX_ROWS = 16
 
@@ -81,11 +81,11 @@ def media(
 ) -> None:
     """Measure images and videos: time to first token, tokens per second and memory.
 
-    Each engine is asked about something new, and then another question about
-    the same: with all that it may keep between requests, with the outputs of
-    towers only, and with nothing. The engines have a process each, and take
-    turns. A request's clock starts before its images are read. Models that
-    accept no videos get the frames as images.
+    Each engine is asked about a new image or video, and then a second question
+    about the same one: with everything that it may cache between requests, with
+    the outputs of towers only, and with nothing. Each engine has its own
+    process, and they take turns. A request's clock starts before its images are
+    read. Models that do not accept videos get the frames as images.
     Options with LIST may be repeated or take commas.
 
     Examples:
@@ -97,11 +97,11 @@ def media(
     counts = parse_list("frames", frames, *at_least(1)) or [2, 4]
     check_writable("output_json", output_json)
     if model is not None and shape is not None:
-        raise InvalidParameterError("shape", "left out where there is a model", shape)
+        raise InvalidParameterError("shape", "left out with --model", shape)
     if num_layers is not None and shape is None:
-        raise InvalidParameterError("num_layers", "left out unless there is a shape", num_layers)
+        raise InvalidParameterError("num_layers", "left out without --shape", num_layers)
     if not (tables or figures or servers):
-        raise InvalidParameterError("tables", "left on unless --figures or --servers", tables)
+        raise InvalidParameterError("tables", "on without --figures and --servers", tables)
     checkout()
     with needs_extra("vision", "mlx-paged bench media"):
         import PIL  # noqa: F401
@@ -139,7 +139,7 @@ def media(
                 kinds = engines[media_runs.PAGED].ask("kinds")
                 if tables:
                     found["pictures"] = media_runs.picture_rows(engines, pictures, sizes, settings)
-                    _say(media_runs.rows_text(found["pictures"], "size", "Pictures"))
+                    _print(media_runs.rows_text(found["pictures"], "size", "Pictures"))
                     found["videos"] = media_runs.video_rows(
                         engines,
                         pictures,
@@ -149,28 +149,28 @@ def media(
                         takes_videos="video" in kinds,
                     )
                     how = "Videos" if "video" in kinds else "Frames, as pictures of one prompt"
-                    _say(media_runs.rows_text(found["videos"], "frames", how))
+                    _print(media_runs.rows_text(found["videos"], "frames", how))
                     save()
                 if figures:
                     found["figures"] = media_runs.figures(
                         engines, pictures, sizes[-1], settings, _MAX_ROWS // 2
                     )
-                    _say(media_runs.figures_text(found["figures"]))
+                    _print(media_runs.figures_text(found["figures"]))
                     save()
         if servers:
             found["servers"] = _servers(path, compare, pictures, sizes, settings)
-            _say(media_runs.rows_text(found["servers"], "size", "Servers"))
+            _print(media_runs.rows_text(found["servers"], "size", "Servers"))
             save()
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     typer.echo(text + "\n")
 
 
 def _model(
     model: str | None, shape: str | None, num_layers: int | None, dtype: str, folder: Path
 ) -> str:
-    """Directory or id; a shape's is written."""
+    """Returns the directory or id of the model; writes a checkpoint for a shape."""
     if shape is None:
         from mlx_paged.demo import vision_model_path
 
@@ -195,7 +195,7 @@ def _model(
 def _max_tokens(
     sizes: Sequence[int], counts: Sequence[int], frame_size: int, output_len: int
 ) -> int:
-    """Rows of a request; towers make one of 28 x 28 pixels or more, and no fewer than 64."""
+    """Returns the maximum tokens of a request: at least 64 per image, one per 28 x 28 pixels."""
     of_picture = max(max(64, (size // 28 + 1) ** 2) + 128 for size in sizes)
     of_video = max(counts) * (max(64, (frame_size // 28 + 1) ** 2) + 128)
     return max(of_picture, of_video) + 8 * output_len + _TEXT_TOKENS
@@ -211,7 +211,7 @@ def _opened(path: str, dtype: str, max_tokens: int, compare: bool) -> Iterator[d
     }
     if compare:
         makers[media_runs.VLM] = (media_engines.VlmEngine, path, dtype)
-    # Most of a start is importing and reading, which can be done concurrently.
+    # Starts mostly import and read files, so they run concurrently.
     with ThreadPoolExecutor(len(makers)) as pool:
         starts = {name: pool.submit(Remote, name, *make) for name, make in makers.items()}
     try:

@@ -1,4 +1,4 @@
-"""`mlx-paged bench memory`: KV memory of many users, dense, paged, and with a shared prefix."""
+"""`mlx-paged bench memory`: KV memory of many users, dense, paged and with prefix sharing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def memory(
     from mlx_paged import unpatch
     from mlx_paged.platform import use_supported_device
 
-    unpatch()  # The dense caches must be those of unpatched mlx-lm.
+    unpatch()  # Dense caches must be those of unpatched mlx-lm.
     checkout()
     use_supported_device()
     from mlx_paged.bench import memory_runs
@@ -114,10 +114,10 @@ def memory(
 
 
 def _formats(names: Sequence[str]) -> list[str]:
-    """Returns every format in the lists; "auto" is always measured.
+    """Returns the formats to compare, without "auto", which is always measured.
 
     Raises:
-        InvalidParameterError: An unknown name.
+        InvalidParameterError: A name is unknown.
     """
     formats = (format_named(name.strip()) for one in names for name in one.split(","))
     return list(dict.fromkeys(f.name for f in formats if f is not None))

@@ -1,4 +1,4 @@
-"""`mlx-paged bench latency` and `bench throughput`: engines in turns, without a server."""
+"""`mlx-paged bench latency` and `bench throughput`: measures engines in turn, without a server."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def latency(
       mlx-paged bench latency --num-iters 10 --output-json latency.json
       mlx-paged bench latency --engine mlx-paged --engine mlx-lm --num-iters 10
 
-    Options, output and JSON keys are those of `vllm bench latency`. Prefix caching is off, as every
-    time has the same prompts.
+    Options, output and JSON keys are those of `vllm bench latency`. Prefix caching is off, because
+    the prompts are the same every time.
     """
     tokenizer = tokenizer_of(setup.model)
     prompts = random_prompts(tokenizer, batch_size, input_len, output_len, seed=seed)
@@ -102,8 +102,8 @@ def throughput(
       mlx-paged bench throughput --dataset-name sharegpt --dataset-path chats.json --model DIR
       mlx-paged bench throughput --engine mlx-paged --engine mlx-lm --num-iters 3
 
-    Options, output and JSON keys are those of `vllm bench throughput`. Every round begins without
-    cached prefixes: what is shared is shared within the round.
+    Options, output and JSON keys are those of `vllm bench throughput`. Every round starts with an
+    empty prefix cache, so prefixes are shared only within a round.
     """
     prompts = workload.sample(tokenizer_of(setup.model), seed)
     asked = {name: value for name, value in asdict(workload).items() if value is not None}
@@ -130,9 +130,9 @@ class Benchmark:
 
     Attributes:
         title: Title of the report.
-        cold: True if no round may find prefixes of an earlier one.
-        figures: Returns figures of an engine's runs, under vLLM's keys.
-        lines: Returns the figures in vLLM's output format.
+        cold: Clear the prefix cache before each round.
+        figures: Returns the figures of an engine's runs, with vLLM's keys.
+        lines: Formats the figures as vLLM does.
     """
 
     title: str
@@ -152,11 +152,11 @@ def run(
     rounds: Mapping[str, int],
     asked: Mapping[str, Any],
 ) -> None:
-    """Measures, prints the figures of each engine and the comparison, and writes them as JSON.
+    """Measures engines; prints their figures and a comparison, and writes them as JSON.
 
     Args:
         rounds: `num_iters` and `num_iters_warmup`.
-        asked: Further options, for the file.
+        asked: Further options to store in the file.
     """
     with needs_extra("bench", f"mlx-paged bench {benchmark.title.lower()}"):
         import mlx_paged.bench.engines  # noqa: F401
@@ -186,7 +186,7 @@ def run(
     for other, found in comparison.items():
         typer.echo(_verdict(first, other, found))
     if report.output_json is not None:
-        # First vLLM's keys, for readers of vLLM's files, then those of every engine.
+        # First vLLM's keys, for tools that read its files, then the figures of every engine.
         vllm = benchmark.figures(measured[first])
         options = {**asked, **rounds, **asdict(settings)}
         results = {"engine": first, "options": options, "engines": made}
@@ -196,7 +196,7 @@ def run(
 def settings_for(
     setup: EngineOptions, prompts: Sequence[Prompt], num_answers: int, seed: int
 ) -> Settings:
-    """Settings by the options, with a KV pool just large enough for the prompts."""
+    """Returns settings from options, with a KV pool just large enough for the prompts."""
     from mlx_paged.bench.engines import Settings
     from mlx_paged.engine.config import EngineConfig
 
@@ -218,9 +218,9 @@ def settings_for(
 
 
 def sized(settings: Settings, prompts: Sequence[Prompt]) -> Settings:
-    """Returns settings with a KV pool just large enough for everything that can run concurrently.
+    """Returns settings with a KV pool just large enough for all concurrent sequences.
 
-    So the pool leaves memory to the other engine, and its size can be compared.
+    This leaves memory for the other engine, and makes the size of the pool comparable.
     """
     longest = max(prompt.num_tokens + prompt.max_tokens for prompt in prompts)
     given = {name: value for name, value in settings.engine_options.items() if value is not None}
@@ -239,7 +239,7 @@ def _measure(
     num_iters_warmup: int,
     cold: bool,
 ) -> tuple[dict[str, list[Run]], dict[str, Footprint]]:
-    """Runs and memory of each engine, with a progress bar on stderr."""
+    """Returns the runs and the memory of each engine; shows a progress bar on stderr."""
     from mlx_paged.bench.engines import opened, take_turns
 
     checkout()
@@ -261,7 +261,7 @@ def _measure(
 
 
 def latency_figures_of(runs: list[Run]) -> dict[str, Any]:
-    """vLLM's keys, in seconds, and the rates of a batch that takes the average time."""
+    """Returns latencies in seconds, with vLLM's keys, and the rates at the average latency."""
     latencies = [run.seconds for run in runs]
     average = statistics.fmean(latencies)
     num_output_tokens = statistics.fmean(run.num_output_tokens for run in runs)
@@ -276,7 +276,7 @@ def latency_figures_of(runs: list[Run]) -> dict[str, Any]:
 
 
 def latency_report(made: Mapping[str, Any]) -> list[str]:
-    """As vLLM prints it."""
+    """Formats latencies as `vllm bench latency` does."""
     return [
         f"Avg latency: {made['avg_latency']} seconds",
         f"Std latency: {made['std_latency']} seconds",
@@ -287,12 +287,12 @@ def latency_report(made: Mapping[str, Any]) -> list[str]:
 
 
 def throughput_figures(runs: list[Run]) -> dict[str, Any]:
-    """vLLM's keys, of the round of median time."""
+    """Returns the rates of the round with the median time, with vLLM's keys."""
     return {**rates(median_run(runs)), "elapsed_times": [run.seconds for run in runs]}
 
 
 def throughput_report(made: Mapping[str, Any]) -> list[str]:
-    """As vLLM prints it."""
+    """Formats rates as `vllm bench throughput` does."""
     cached = f" ({made['total_cached_tokens']} of them from the prefix cache)"
     return [
         f"Throughput: {made['requests_per_second']:.2f} requests/s, "
@@ -309,7 +309,7 @@ THROUGHPUT = Benchmark("Throughput", True, throughput_figures, throughput_report
 
 
 def _memory_rows(footprints: Mapping[str, Footprint]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table with a column for each engine."""
+    """Returns the header and rows of a table with one column per engine."""
     columns = list(footprints.values())
 
     def row(name: str, values: Sequence[int | None]) -> list[str]:

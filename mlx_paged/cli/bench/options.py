@@ -1,4 +1,4 @@
-"""Options shared by several benchmarks, with vLLM's names if it has them."""
+"""Options that several benchmarks share, with vLLM's names where it has them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REPORT = "Report"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The engines of an offline benchmark, their model, and how they generate."""
+    """The engines of an offline benchmark, their model and their options."""
 
     engine: Annotated[
         list[EngineName],
@@ -107,7 +107,7 @@ MetricPercentiles = Annotated[str, option(_REPORT, "Comma-separated percentiles 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """The report, and its place."""
+    """Content and file of the report."""
 
     metric_percentiles: MetricPercentiles = "50,90,99"
     output_json: Annotated[
@@ -118,24 +118,27 @@ class ReportOptions:
 # --- Options that take lists ----------------------------------------------------------------------
 
 ListOf = list[str] | None
-#: How `parse_list` reads values: a description for errors, and a function that reads a word.
+#: Arguments of `parse_list`: a description of valid values, and a function that parses one.
 Values = tuple[str, Callable[[str], Any]]
 BLOCK_SIZES = (8, 16, 32, 64)
 
 
 def list_option(panel: str | None, help: str, default: str) -> Any:
-    """Returns an option that may be repeated and takes commas; the help shows `default`."""
+    """Declares an option that may be repeated and takes commas; the help shows `default`."""
     return option(panel, help, show_default=default, metavar="LIST")
 
 
 def parse_list(
     field: str, given: Sequence[str] | None, expected: str, read: Callable[[str], Any]
 ) -> list[Any]:
-    """Returns the values of an option that may be repeated and takes commas, without duplicates.
+    """Parses an option that may be repeated and takes commas; drops duplicates.
 
     Args:
-        expected: Description of valid values, for the error.
-        read: Converts a word to a value, or raises ValueError.
+        expected: Description of valid values, for errors.
+        read: Parses one value, or raises ValueError.
+
+    Raises:
+        InvalidParameterError: A value is invalid.
     """
     words = [word.strip() for part in given or () for word in part.split(",")]
     values = []
@@ -147,13 +150,14 @@ def parse_list(
     return list(dict.fromkeys(values))
 
 
-def at_least(least: int) -> Values:
-    """Returns integers of at least this value."""
-    return f"integers of at least {least}", lambda word: _require(int(word), lambda v: v >= least)
+def at_least(minimum: int) -> Values:
+    """Accepts integers of at least `minimum`."""
+    expected = f"integers of at least {minimum}"
+    return expected, lambda word: _require(int(word), lambda v: v >= minimum)
 
 
 def one_of(values: Collection[Any], kind: type = str) -> Values:
-    """Some of these."""
+    """Accepts values of a collection, after conversion to `kind`."""
     expected = "of " + ", ".join(map(str, values))
     return expected, lambda word: _require(kind(word), lambda v: v in values)
 

@@ -1,4 +1,4 @@
-"""`mlx-paged bench serve`: the figures of an endpoint under load."""
+"""`mlx-paged bench serve`: measures an OpenAI endpoint under load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Files attached to a message: pictures, clips and sounds, as parts of OpenAI's API.
+"""Files attached to a message: images, videos and sounds, as content parts of OpenAI's API.
 
-A message with files has a list of parts as its content: those of the files, each with the `name` of
-its file, and the text. The parts contain the bytes, so a saved chat is complete.
+The content of a message with files is a list of parts: one per file, with the `name` of the file,
+and one for the text. Parts contain the bytes of their files, so a saved chat is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from mlx_paged.content import KINDS, Kind
 from mlx_paged.errors import MlxPagedError
 
-#: A text, or parts.
+#: The content of a message: text, or parts.
 Content = str | list[dict[str, Any]]
 
 NOUNS: dict[Kind, tuple[str, str]] = {
@@ -25,7 +25,7 @@ NOUNS: dict[Kind, tuple[str, str]] = {
     "video": ("video", "videos"),
     "audio": ("sound", "sounds"),
 }
-# Formats of `input_audio`, by the endings of files.
+# Formats of `input_audio`, by file extension.
 _AUDIO_FORMATS = {
     **dict.fromkeys(("wav", "wave"), "wav"),
     **dict.fromkeys(("ogg", "oga"), "ogg"),
@@ -33,17 +33,19 @@ _AUDIO_FORMATS = {
     **{name: name for name in ("mp3", "flac", "opus", "m4a", "aac", "webm")},
 }
 _URL_PARTS: dict[str, Kind] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
-# Paths of parts in errors: ours in this process, and those of servers.
-_PLACE = re.compile(
+# Paths of parts in errors: those of this process, and those of servers.
+_PART_PATH = re.compile(
     r"messages(?:\[(\d+)\]|\.(\d+))\.content(?:\[(\d+)\]|\.(\d+))(?:\.\w+)*(?=: )", re.ASCII
 )
 
 
 def paths_of(entered: str) -> list[Path]:
-    """The files that a command names: one, spaces and all, or several as a shell has them.
+    """Returns the files that a command names: one path, or several as in a shell.
+
+    A single path may contain spaces without quotes.
 
     Raises:
-        MlxPagedError: One of them is no file.
+        MlxPagedError: A path is not a regular file.
     """
     whole = _path(entered.strip())
     if whole.is_file():
@@ -68,10 +70,10 @@ def _path(text: str) -> Path:
 
 
 def part_of(path: Path, kind: Kind) -> dict[str, Any]:
-    """The part for a file.
+    """Returns the content part for a file.
 
     Raises:
-        MlxPagedError: It cannot be read.
+        MlxPagedError: The file cannot be read.
     """
     try:
         data = base64.b64encode(path.read_bytes()).decode()
@@ -82,36 +84,36 @@ def part_of(path: Path, kind: Kind) -> dict[str, Any]:
         sound = {"data": data, "format": _AUDIO_FORMATS[ending]}
         return {"type": "input_audio", "input_audio": sound, "name": path.name}
     guessed = mimetypes.guess_type(path.name)[0] or ""
-    # The bytes decide.
+    # Only a hint: the server inspects the bytes.
     declared = guessed if guessed.startswith(f"{kind}/") else "application/octet-stream"
     name = f"{kind}_url"
     return {"type": name, name: {"url": f"data:{declared};base64,{data}"}, "name": path.name}
 
 
 def kind_of(part: dict[str, Any]) -> Kind:
-    """The name of a part's file."""
+    """Returns the kind of media in a part."""
     return "audio" if part["type"] == "input_audio" else _URL_PARTS[part["type"]]
 
 
 def size_of(part: dict[str, Any]) -> int:
-    """Bytes of the file of a part."""
+    """Returns the bytes of a part's file."""
     inner = part[part["type"]]
     data = inner["data"] if part["type"] == "input_audio" else inner["url"].partition(",")[2]
     return len(data) // 4 * 3 - data[-2:].count("=")
 
 
 def with_files(files: Sequence[dict[str, Any]], text: str) -> Content:
-    """Returns the content of a message: the question follows its subject."""
+    """Returns the content of a message: the files, then the text about them."""
     return [*files, {"type": "text", "text": text}] if files else text
 
 
 def files_of(content: Content) -> list[dict[str, Any]]:
-    """The parts of a content that are files."""
+    """Returns the parts that are files."""
     return [] if isinstance(content, str) else [p for p in content if p["type"] != "text"]
 
 
 def text_of(content: Content) -> str:
-    """The text of a content, with the names of its files."""
+    """Returns the text of a content, followed by the names of its files."""
     if isinstance(content, str):
         return content
     names = ", ".join(part.get("name", kind_of(part)) for part in files_of(content))
@@ -120,7 +122,7 @@ def text_of(content: Content) -> str:
 
 
 def is_content(content: Any) -> bool:
-    """Returns True if a saved chat may contain it. URLs of saved chats are not fetched."""
+    """Returns True if a saved chat may have this content. Only data: URLs are allowed."""
     return isinstance(content, str) or (
         isinstance(content, list) and bool(content) and all(map(_is_part, content))
     )
@@ -143,7 +145,7 @@ def _is_part(part: Any) -> bool:
 
 
 def without_names(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as the API has it."""
+    """Returns a message as the API expects it, without the names of files."""
     if not isinstance(message.get("content"), list):
         return message
     parts = [{k: v for k, v in part.items() if k != "name"} for part in message["content"]]
@@ -151,7 +153,7 @@ def without_names(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(error: str, messages: Sequence[dict[str, Any]]) -> str:
-    """An error with the names of files in place of their places in a request."""
+    """Replaces paths of parts in an error by the names of their files."""
 
     def name(found: re.Match[str]) -> str:
         message, part = (int(number) for number in found.groups() if number is not None)
@@ -160,17 +162,17 @@ def named(error: str, messages: Sequence[dict[str, Any]]) -> str:
         except (LookupError, TypeError):
             return found[0]
 
-    return _PLACE.sub(name, error)
+    return _PART_PATH.sub(name, error)
 
 
 def refusal(
     kind: Kind, taken: Collection[str], model: str, reason: str | None = None
 ) -> str | None:
-    """Returns why a model takes no file of a kind; None if it does.
+    """Returns why a model does not accept a kind of media; None if it does.
 
     Args:
-        taken: Kinds that it takes.
-        reason: Why it takes none, if that is not obvious.
+        taken: Kinds that the model accepts.
+        reason: Why it accepts none, if that is known.
     """
     if kind in taken:
         return None
@@ -181,5 +183,5 @@ def refusal(
 
 
 def size_shown(count: int) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes."""
     return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{max(1, round(count / 1000))} kB"

@@ -1,7 +1,8 @@
-"""A conversation, the format of ``/save``, and the protocol of backends that answer it."""
+"""Conversation, its file format for ``/save``, and Backend, the protocol of what answers it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,13 +20,13 @@ from mlx_paged.errors import InvalidParameterError, MlxPagedError
 if TYPE_CHECKING:
     from mlx_paged.parsing.definitions import Tool
 
-#: `role`, `content`, and further fields of calls and results, as in OpenAI's API. `attachments`
-#: describes the content of a message with files.
+#: A message of OpenAI's API: `role`, `content`, and the fields of calls and results. `attachments`
+#: describes the content of messages with files.
 Message = dict[str, Any]
 
 _FORMAT = "mlx-paged chat"
 _VERSION = 3  # 1 had no calls, 2 no files
-#: Parameters that ``/params`` may set. Only one answer is shown, without log-probabilities.
+#: Parameters that ``/params`` may set: without those for several answers and log-probabilities.
 PARAMS = tuple(
     f.name for f in fields(SamplingParams) if f.name not in ("n", "logprobs", "prompt_logprobs")
 )
@@ -36,10 +37,10 @@ class Conversation:
     """A system message, turns of user and assistant, and sampling parameters.
 
     Attributes:
-        messages: The user's messages and the answers in turn, beginning with the user's. Calls of
-            tools, each followed by its results, may precede an answer.
+        messages: Alternating messages of the user and answers. Tool calls, followed by their
+            results, may precede an answer.
         params: Fields of `SamplingParams` that were set.
-        unanswered: A message without an answer, for ``/retry``.
+        unanswered: The user's last message if it has no answer, for ``/retry``.
     """
 
     system: str | None = None
@@ -48,19 +49,19 @@ class Conversation:
     unanswered: Content | None = None
 
     def asking(self, content: Content) -> list[Message]:
-        """The messages of a request with `content` as the user's next message."""
+        """Returns the messages of a request with `content` as the user's next message."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.messages, {"role": "user", "content": content}]
 
     def add(self, content: Content, answer: str, calls: Sequence[Message] = ()) -> None:
-        """A turn; `calls`: messages with calls and results that led to its answer."""
+        """Adds a turn. `calls` are messages with the calls and results that led to the answer."""
         self.messages.append({"role": "user", "content": content})
         self.messages += calls
         self.messages.append({"role": "assistant", "content": answer})
         self.unanswered = None
 
     def undo(self) -> Content | None:
-        """Removes the last turn; returns the user's message."""
+        """Removes the last turn; returns its user message, or None if there is no turn."""
         while self.messages:
             said = self.messages.pop()
             if said["role"] == "user":
@@ -70,14 +71,14 @@ class Conversation:
 
     @property
     def num_turns(self) -> int:
-        """Messages of the user."""
+        """Number of user messages."""
         return sum(message["role"] == "user" for message in self.messages)
 
     def set_param(self, name: str, value: Any) -> None:
         """Sets a parameter; None resets it to its default.
 
         Raises:
-            InvalidParameterError: An unknown name, or an invalid value.
+            InvalidParameterError: An unknown name or an invalid value.
         """
         if name not in PARAMS:
             raise InvalidParameterError("the parameter", f"one of {', '.join(PARAMS)}", name)
@@ -88,10 +89,10 @@ class Conversation:
         self.params = params
 
     def save(self, path: Path, model: str) -> None:
-        """Writes a file that `load` reads. It does not overwrite files that are no conversations.
+        """Writes a file for `load`. Refuses to overwrite a file that is not a saved chat.
 
         Raises:
-            MlxPagedError: It cannot be written.
+            MlxPagedError: The file cannot be written.
         """
         if path.exists():
             try:
@@ -110,12 +111,7 @@ class Conversation:
         }
         text = json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
         try:
-            # Written whole or not at all.
-            with tempfile.NamedTemporaryFile(
-                "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-            ) as file:
-                file.write(text)
-            os.replace(file.name, path)
+            _replace(path, text)
         except OSError as error:
             raise MlxPagedError(f"cannot write {path}: {error.strerror}") from error
 
@@ -124,7 +120,7 @@ class Conversation:
         """Reads a file written by `save`.
 
         Raises:
-            MlxPagedError: It is something else.
+            MlxPagedError: The file cannot be read or is not a saved chat.
         """
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -143,23 +139,35 @@ class Conversation:
         params = saved.get("params")
         if not (system is None or isinstance(system, str)) or not isinstance(params, dict):
             raise MlxPagedError(f"{path} is damaged: system or params")
-        if not isinstance(messages, list) or not _by_turns(messages):
-            raise MlxPagedError(f"{path} is damaged: messages must be user's and answers by turns")
+        if not isinstance(messages, list) or not _alternates(messages):
+            raise MlxPagedError(f"{path} is damaged: user messages and answers must alternate")
         loaded = cls(system, [{k: m[k] for k in _FIELDS if k in m} for m in messages])
         for name, value in params.items():
             loaded.set_param(name, value)
         return loaded
 
 
+def _replace(path: Path, text: str) -> None:
+    """Writes a file completely or not at all."""
+    with contextlib.ExitStack() as on_error:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            on_error.callback(os.unlink, file.name)
+            file.write(text)
+        os.replace(file.name, path)
+        on_error.pop_all()
+
+
 _FIELDS = ("role", "content", "reasoning", "tool_calls", "tool_call_id")
 
 
-def _by_turns(messages: list[Any]) -> bool:
+def _alternates(messages: list[Any]) -> bool:
     return re.fullmatch("(u(ct+)*a)*", "".join(map(_kind, messages))) is not None
 
 
 def _kind(message: Any) -> str:
-    """Returns u: user's, a: answer, c: calls, t: result, x: something else."""
+    """Classifies a message: u: user, a: answer, c: tool calls, t: tool result, x: invalid."""
     if not isinstance(message, dict):
         return "x"
     content = message.get("content")
@@ -192,31 +200,31 @@ def _check(params: dict[str, Any]) -> None:
 
 
 class Call(NamedTuple):
-    """A call that an answer has; `arguments` is JSON text."""
+    """A tool call of an answer. `arguments` is JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def message(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """Returns the call as in OpenAI's API."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass
 class Turn:
-    """Numbers of one answer, and its parts besides the text.
+    """Metrics of one answer, and its parts besides the text.
 
     Attributes:
-        prompt_tokens: Tokens of the whole conversation; None if a server does not report them.
-        cached_tokens: Those from the prefix cache.
+        prompt_tokens: Tokens of the prompt; None if the server does not report them.
+        cached_tokens: Prompt tokens from the prefix cache.
         completion_tokens: Tokens of the answer.
-        ttft: Seconds until its first token.
-        seconds: Seconds until its end.
-        finish_reason: "stop", "tool_calls", "length", "stopped" by the user, or "error".
-        calls: Calls of tools, without cut ones.
-        reasoning: The reasoning, if it is separated from the text.
+        ttft: Seconds to the first token.
+        seconds: Seconds to the end of the answer.
+        finish_reason: "stop", "tool_calls", "length", "stopped" (by the user), or "error".
+        calls: Complete tool calls.
+        reasoning: The reasoning, if it is separate from the text.
     """
 
     prompt_tokens: int | None = None
@@ -230,7 +238,7 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first token."""
+        """Decoding speed, without the time to the first token; None if unknown."""
         if self.ttft is None or self.completion_tokens is None or self.completion_tokens < 2:
             return None
         return (self.completion_tokens - 1) / max(self.seconds - self.ttft, 1e-9)
@@ -241,8 +249,8 @@ class Backend(Protocol):
 
     Attributes:
         model: Name of the model.
-        turn: Numbers of the last answer; complete when its generator has ended or was closed.
-        defaults: Known values of parameters that are not set.
+        turn: Metrics of the last answer; complete once its generator has ended or was closed.
+        defaults: Values of parameters that are not set, as far as they are known.
         tools: Tools that the model may call.
     """
 
@@ -255,24 +263,24 @@ class Backend(Protocol):
         """Yields pieces of the answer as they arrive. Closing the generator stops it.
 
         Args:
-            messages: The conversation. The last message is the user's, or the result of a call.
-                Parts that are files have the `name` of the file.
+            messages: The conversation, which ends with a user message or a tool result. Parts with
+                files have the `name` of the file.
             params: Fields of `SamplingParams`.
 
         Raises:
-            MlxPagedError: It could not be answered; the next one may succeed.
-            KeyboardInterrupt: Ctrl-C, raised between two steps.
+            MlxPagedError: There was no answer; a later request may succeed.
+            KeyboardInterrupt: The user pressed Ctrl-C; raised between two steps.
         """
         ...
 
     def refusal(self, kind: Kind) -> str | None:
-        """Why the model takes no file of a kind; None: it does, or nobody knows."""
+        """Returns why the model does not accept a kind of media; None if it may accept it."""
         ...
 
     def facts(self) -> list[tuple[str, str]]:
-        """Yields (label, value) for ``/stats``, besides the turns."""
+        """Returns (label, value) pairs for ``/stats``."""
         ...
 
     def close(self) -> None:
-        """Closes connections."""
+        """Releases the engine or the connection."""
         ...

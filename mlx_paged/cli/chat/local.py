@@ -1,4 +1,4 @@
-"""An engine in this process: earlier turns of a conversation come from its prefix cache."""
+"""LocalBackend: answers with an engine in this process, whose prefix cache has earlier turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalBackend:
 
     Args:
         model: See `mlx_paged.load`.
-        name: Its name on the screen.
+        name: The name of the model to show.
         engine_options: Fields of `EngineConfig`.
     """
 
@@ -51,7 +51,7 @@ class LocalBackend:
         self.model = name
         self.turn = Turn()
         self.tools: tuple[Tool, ...] = ()
-        # The model's defaults replace ours; without a limit it is as many tokens as fit.
+        # The model's own defaults take precedence. max_tokens None: as many as fit.
         own = GenerationDefaults.of(self._engine.generation_config)
         self.defaults: dict[str, Any] = {
             "temperature": 0.7,
@@ -90,7 +90,7 @@ class LocalBackend:
                 self._note_calls(reader)
 
     def _prompt(self, messages: list[Message]) -> list[int] | TextWithMedia:
-        """Returns the tokens of a conversation, or its text with its files."""
+        """Renders a conversation to tokens, or to text with its media."""
         plain = messages_of(messages, "messages", self._engine.config.media_options.io)
         offered = [tool.for_template() for tool in self.tools]
         has_tools = bool(offered) or any("tool_calls" in message for message in messages)
@@ -116,8 +116,8 @@ class LocalBackend:
 
     @cached_property
     def describes_tools(self) -> bool:
-        """True if a system message describes the tools, because the model's template has no place
-        for them or its syntax of calls is unknown (as with ``serve --tool-template``)."""
+        """True if a system message describes the tools, because the chat template does not, or its
+        format of calls is unknown (as with ``serve --tool-template``)."""
         return self._own_format is None
 
     @cached_property
@@ -181,7 +181,7 @@ class LocalBackend:
 
 
 def _read(reader: AnswerReader, update: SequenceUpdate) -> Iterator[str]:
-    """The text of an update that is for the reader."""
+    """Yields the text of an update without reasoning and calls."""
     events = [event for token, text in update.tokens() for event in reader.feed(token, text)]
     if update.finish_reason is not None:
         events += reader.finish(is_cut=update.finish_reason != "stop")

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API."""
+"""RemoteBackend: answers with a server of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RemoteBackend:
 
     Args:
         url: URL of the server, with or without ``/v1``.
-        model: Its name on the server; None takes the first that the server lists.
+        model: Name of the model on the server; None: the first one that it lists.
         api_key: Sent as ``Authorization: Bearer``.
 
     Raises:
-        MlxPagedError: It cannot be reached, or names no model.
+        MlxPagedError: The server cannot be reached, or lists no model.
     """
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
@@ -51,7 +51,7 @@ class RemoteBackend:
         try:
             return str(self._models()[0]["id"])
         except (LookupError, TypeError):
-            raise MlxPagedError(f"{self.url} names no model: give --model") from None
+            raise MlxPagedError(f"{self.url} lists no model: give --model") from None
 
     def _models(self) -> list[Any]:
         if self._listed is None:
@@ -65,15 +65,15 @@ class RemoteBackend:
         return self._listed
 
     def refusal(self, kind: Kind) -> str | None:
-        """See `Backend`. Few servers list their media; others report it in an error."""
+        """See `Backend`. Few servers list input modalities; others refuse requests instead."""
         try:
             models = self._models()
         except MlxPagedError:
             return None
         for listed in models:
             if isinstance(listed, dict) and listed.get("id") == self.model:
-                told = listed.get("input_modalities")
-                return refusal(kind, told, self.model) if isinstance(told, list) else None
+                kinds = listed.get("input_modalities")
+                return refusal(kind, kinds, self.model) if isinstance(kinds, list) else None
         return None
 
     def answer(self, messages: list[Message], params: dict[str, Any]) -> Generator[str, None, None]:
@@ -119,7 +119,7 @@ class RemoteBackend:
         finally:
             turn.seconds = time.monotonic() - start
             if turn.completion_tokens is None:
-                turn.completion_tokens = num_pieces  # approximate: usually one token a piece
+                turn.completion_tokens = num_pieces  # an estimate: usually one token per piece
 
     def facts(self) -> list[tuple[str, str]]:
         """See `Backend`."""
@@ -131,7 +131,7 @@ class RemoteBackend:
 
     @contextlib.contextmanager
     def _described_errors(self) -> Iterator[None]:
-        """Errors of the connection become one line."""
+        """Converts connection errors to MlxPagedError."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -146,13 +146,13 @@ class RemoteBackend:
 
 
 class _Calls:
-    """Calls that come in pieces."""
+    """Assembles tool calls from deltas."""
 
     def __init__(self) -> None:
         self._calls: dict[int, dict[str, str]] = {}
 
     def take(self, pieces: Iterable[Any]) -> None:
-        """Adds the next deltas."""
+        """Adds deltas."""
         for piece in pieces:
             if not isinstance(piece, dict):
                 continue
@@ -171,7 +171,7 @@ class _Calls:
             call["arguments"] += arguments
 
     def whole(self, finish_reason: str | None) -> list[Call]:
-        """Returns complete calls; if the answer was cut, without the last one."""
+        """Returns the calls, without the last one if the answer was cut."""
         found = [
             Call(call["id"] or f"call_{index}", call["name"], call["arguments"] or "{}")
             for index, call in sorted(self._calls.items())
@@ -180,7 +180,7 @@ class _Calls:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raises the error that the server reports."""
+    """Raises an error if the response reports one."""
     if response.status_code == 200:
         return
     try:
@@ -192,17 +192,17 @@ def _check(response: httpx.Response) -> None:
 
 
 def _message(body: Any) -> str:
-    """The message in OpenAI's error object, or in the forms that some servers send instead."""
+    """Returns the message of an error in OpenAI's format, or in one that other servers use."""
     error = body.get("error", body) if isinstance(body, dict) else body
     found = error.get("message", error) if isinstance(error, dict) else error
     return str(found)[:500]
 
 
 def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The events of a stream until ``[DONE]``.
+    """Yields the events of a stream until ``[DONE]``.
 
     Raises:
-        MlxPagedError: One of them is an error, or the stream ends before.
+        MlxPagedError: An event is an error or invalid, or the stream ends early.
     """
     rest = b""
     for chunk in chunks:
@@ -217,9 +217,9 @@ def _events(chunks: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             try:
                 event = json.loads(data)
             except ValueError:
-                raise MlxPagedError("the server sent what is not JSON") from None
+                raise MlxPagedError("the server sent an event that is not JSON") from None
             if isinstance(event, dict) and event.get("error"):
-                raise MlxPagedError(f"the server says: {_message(event)}")
+                raise MlxPagedError(f"the server reports an error: {_message(event)}")
             if isinstance(event, dict):
                 yield event
     raise MlxPagedError("the server ended the answer too early")

@@ -1,7 +1,7 @@
-"""Draws an answer while it is generated, without control sequences.
+"""Renders an answer while it is generated, without its control characters.
 
-Finished blocks of Markdown are printed once and scroll away; only the unfinished one is redrawn, no
-taller than the screen.
+Finished blocks of Markdown are printed once. Only the unfinished one is redrawn, cut to the height
+of the screen.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _UNPRINTABLE = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A})
 
 
 def printable(text: str) -> str:
-    """The text without control characters, so that an answer cannot steer the terminal."""
+    """Removes control characters, with which an answer could control the terminal."""
     return text.translate(_UNPRINTABLE)
 
 
 def parser() -> MarkdownIt:
-    """Markdown with HTML as text, because a model's ``<think>`` is part of its answer."""
+    """Returns a Markdown parser that keeps HTML as text, because answers may have ``<think>``."""
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -42,7 +42,7 @@ class _Markdown(Markdown):
 
 
 def rendered(text: str, markup: Markup) -> RenderableType:
-    """Returns a text without control characters."""
+    """Renders a text that has no control characters."""
     if markup == "markdown":
         return _Markdown(text)
     if markup == "code":
@@ -51,7 +51,7 @@ def rendered(text: str, markup: Markup) -> RenderableType:
 
 
 def finished_part(text: str, markup: Markup) -> int:
-    """Length of the beginning that later text cannot change."""
+    """Returns the length of the beginning whose rendering later text cannot change."""
     if markup == "plain":
         return text.rfind("\n") + 1
     if markup == "code":
@@ -64,7 +64,7 @@ def finished_part(text: str, markup: Markup) -> int:
 
 
 class LiveAnswer:
-    """An answer on a terminal; a context manager.
+    """Shows an answer on a terminal as it arrives. A context manager.
 
     Args:
         console: Console of the terminal.
@@ -76,12 +76,12 @@ class LiveAnswer:
         self._markup = markup
         self._text = ""  # not printed permanently yet
         self._is_first = True
-        self._looked = 0.0
-        # Rich's own redraws may come between the steps of a print, and leave lines on the screen.
+        self._parsed_at = 0.0  # when finished blocks were last looked for
+        # Rich's own refresh thread may redraw in the middle of a print, which leaves stray lines.
         self._live = Live(
             console=console, transient=True, auto_refresh=False, get_renderable=self._unfinished
         )
-        self._lock = threading.Lock()  # one thread draws
+        self._lock = threading.Lock()  # held while drawing
         self._has_ended = threading.Event()
         self._redrawing = threading.Thread(target=self._redraw, daemon=True)
 
@@ -103,8 +103,8 @@ class LiveAnswer:
         now = time.monotonic()
         with self._lock:
             self._text += printable(piece)
-            if "\n" in piece and now - self._looked >= 1 / _REDRAWS_PER_SECOND:
-                self._looked = now
+            if "\n" in piece and now - self._parsed_at >= 1 / _REDRAWS_PER_SECOND:
+                self._parsed_at = now
                 self._print_finished()
 
     def _redraw(self) -> None:
@@ -130,7 +130,7 @@ class LiveAnswer:
 
 
 class _Bottom:
-    """As many of the last lines as fit on the screen."""
+    """The last lines of a renderable, as many as fit on the screen."""
 
     def __init__(self, content: RenderableType) -> None:
         self._content = content

@@ -1,4 +1,4 @@
-"""A chat: the messages and commands that a user enters, and a view that shows the results."""
+"""ChatSession: handles the messages and commands that a user enters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mlx_paged.errors import MlxPagedError
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools
 
-#: Maximum answers with calls for one message of the user.
+#: Default of `ChatSession.max_tool_rounds`.
 MAX_TOOL_ROUNDS = 10
 
 _ASSIGNMENT = re.compile(r"(\w+)(?:\s*=\s*|\s+)(\S.*)", re.DOTALL)
@@ -51,7 +51,7 @@ class View(Protocol):
         ...
 
     def error(self, message: str) -> None:
-        """Shows an error in a line; the chat continues."""
+        """Shows an error as one line; the chat continues."""
         ...
 
 
@@ -60,11 +60,11 @@ class ChatSession:
 
     Args:
         tools: Tools that the model may call, or None.
-        max_tool_rounds: Maximum answers with calls for one message of the user.
+        max_tool_rounds: Maximum answers with tool calls per user message.
 
     Attributes:
         attached: Files of the next message, as parts.
-        turns: Numbers of each answer since the program began.
+        turns: Metrics of each answer since the program started.
         failed: True if anything has failed so far.
     """
 
@@ -87,16 +87,16 @@ class ChatSession:
         self._no_answer = False
 
     def ask(self, text: str) -> None:
-        """Sends a message of the user with the files that are attached."""
+        """Sends a user message with the attached files."""
         content = with_files(self.attached, text)
         self.attached = []
         self.say(content)
 
     def say(self, text: Content) -> None:
-        """Sends a message of the user, shows the answer, and runs its calls.
+        """Sends a user message, shows the answer, and runs its tool calls.
 
-        The text of a stopped answer is kept. A message without an answer does not become part of
-        the conversation; ``/retry`` sends it again.
+        The text of a stopped answer is kept. A message without an answer is not added to the
+        conversation; ``/retry`` sends it again.
         """
         conversation = self.conversation
         conversation.unanswered = text
@@ -111,7 +111,7 @@ class ChatSession:
             if self.tools is None or stopped or self._no_answer or not turn.calls:
                 break
             if not num_left:
-                self.fail(f"not called: {self.max_tool_rounds} rounds of calls are the most")
+                self.fail(f"not called: the maximum is {self.max_tool_rounds} rounds of calls")
                 break
             has_answer = False
             calls.append(_calling(content, turn))
@@ -126,8 +126,8 @@ class ChatSession:
             self.view.note("(stopped)")
 
     def _show_answer(self, pieces: list[str], messages: list[Message]) -> bool:
-        """Asks the model, shows and keeps the answer; returns True if the user stopped it."""
-        answer = self._kept(pieces, messages)
+        """Requests and shows an answer, and collects it; returns True if the user stopped it."""
+        answer = self._collect(pieces, messages)
         try:
             self.view.answer(answer)
         except KeyboardInterrupt:
@@ -147,7 +147,7 @@ class ChatSession:
         self.failed = self._no_answer = True
         self.view.error(message)
 
-    def _kept(self, pieces: list[str], messages: list[Message]) -> Generator[str, None, None]:
+    def _collect(self, pieces: list[str], messages: list[Message]) -> Generator[str, None, None]:
         self._no_answer = False
         answer = self.backend.answer(messages, self.conversation.params)
         try:
@@ -159,7 +159,7 @@ class ChatSession:
 
 
 def _calling(content: str, turn: Turn) -> Message:
-    """An answer that calls tools, as a message of the history."""
+    """Returns an answer with tool calls as a message of the history."""
     message: Message = {"role": "assistant", "content": content}
     if turn.reasoning:
         message["reasoning"] = turn.reasoning
@@ -178,7 +178,7 @@ class Command(NamedTuple):
     """A command.
 
     Attributes:
-        arguments: How they are written, for the help.
+        arguments: Syntax of the arguments, for the help; empty if there are none.
     """
 
     run: Callable[[ChatSession, str], None]
@@ -187,7 +187,7 @@ class Command(NamedTuple):
 
 
 def handle(session: ChatSession, entered: str) -> None:
-    """Runs a line: a command, or a message. "//" begins a message that begins with a slash.
+    """Handles a line: a command or a message. "//" starts a message that begins with a slash.
 
     Raises:
         EndOfChat: The user wants to leave.
@@ -268,7 +268,7 @@ def _turns(conversation: Conversation) -> str:
 
 
 def _attaching(kind: Kind) -> Callable[[ChatSession, str], None]:
-    """Returns the command that attaches files of a kind."""
+    """Returns a command that attaches files of a kind."""
 
     def attach(session: ChatSession, rest: str) -> None:
         if not rest:
@@ -398,7 +398,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def converse_lines(session: ChatSession, lines: Iterable[str]) -> None:
-    """Runs lines until they end, or one of them is ``/exit``."""
+    """Handles lines until the end, or until ``/exit``."""
     try:
         for entered in _joined(lines):
             handle(session, entered)
@@ -407,7 +407,7 @@ def converse_lines(session: ChatSession, lines: Iterable[str]) -> None:
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """Yields lines; a backslash at the end continues a line."""
+    """Yields lines, joining those that end with a backslash to the next one."""
     begun: list[str] = []
     for line in lines:
         line = line.rstrip("\r\n")

@@ -1,4 +1,4 @@
-"""A chat at a terminal: line editing, history, completion; Ctrl-C stops, Ctrl-D ends."""
+"""A chat on a terminal: line editing, history, completion, Ctrl-C and Ctrl-D."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _asking(session: ChatSession) -> Callable[[str], Consent]:
 
     def ask(what: str) -> Consent:
         session.view.note(what)
-        # Text typed before the question is no answer to it.
+        # Discards text that was typed before the question.
         clear_typeahead(prompts.input)
         termios.tcflush(prompts.input.fileno(), termios.TCIFLUSH)
         while True:
@@ -112,7 +112,7 @@ def _keys() -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Names of commands and parameters, and paths."""
+    """Completes commands, parameters and paths."""
 
     def __init__(self) -> None:
         self._paths = PathCompleter(expanduser=True)
@@ -133,7 +133,7 @@ class _Completer(Completer):
         elif command in ("save", "load"):
             yield from self._paths.get_completions(Document(rest), complete_event)
         elif command in KINDS:
-            # One path, spaces and all, one in quotation marks, or the last of several.
+            # A single path with spaces, one in quotation marks, or the last of several.
             for path in (rest, re.split("[\"']", rest)[-1], rest.rpartition(" ")[2]):
                 found = list(self._paths.get_completions(Document(path), complete_event))
                 if found:

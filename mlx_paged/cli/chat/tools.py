@@ -1,4 +1,4 @@
-"""Tools of MCP servers in a chat, and the user's consent to calls."""
+"""ChatTools: tools of MCP servers in a chat, whose calls the user must allow."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _REFUSED = "The user refused this call."
 
 
 def escaped(text: str) -> str:
-    """Returns a text with escapes for invisible characters other than spaces and line ends.
+    """Escapes invisible characters except spaces and line breaks.
 
-    So neither control characters nor those for text direction can hide a part of it.
+    Control and text direction characters could hide a part of what the user is asked to allow.
     """
     return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
 
@@ -35,21 +35,21 @@ def _escape(character: str) -> str:
 
 
 class ChatTools:
-    """The servers of a chat, on their own thread. A context manager.
+    """The MCP servers of a chat, which run on a thread of their own. A context manager.
 
     Args:
         specs: The servers.
-        allowed: Names of tools that run without a question.
+        allowed: Names of tools that run without consent.
 
     Attributes:
-        ask: Asks the user whether a call may run, given what it is; None: nobody can be asked, and
-            the answer is no.
+        ask: Asks the user whether a described call may run; None: there is no user to ask, and
+            calls that need consent are refused.
     """
 
     def __init__(self, specs: Sequence[ServerSpec], allowed: Collection[str] = ()) -> None:
         self.ask: Callable[[str], Consent] | None = None
         self._servers = McpServers(specs)
-        self._given = frozenset(allowed)  # by the command line
+        self._configured = frozenset(allowed)  # from the command line
         self._allowed = set(allowed)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -61,7 +61,7 @@ class ChatTools:
         try:
             self._run(self._servers.__aenter__())
             names = [tool.name for tool in self._servers.tools]
-            for name in self._given.difference(names):
+            for name in self._configured.difference(names):
                 known = ", ".join(names) or "(there is none)"
                 raise InvalidParameterError("--mcp-allow", f"one of {known}", name)
         except BaseException:
@@ -79,32 +79,32 @@ class ChatTools:
 
     @property
     def errors(self) -> list[str]:
-        """Why servers are left out."""
+        """Why some servers are not available."""
         found = self._servers.errors
         return [f"the MCP server {name!r} cannot be used: {error}" for name, error in found.items()]
 
     @property
     def listed(self) -> tuple[McpTool, ...]:
-        """All tools."""
+        """The tools of all servers."""
         return self._servers.tools
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """All tools, as a model is told of them."""
+        """The tools of all servers, as definitions for a model."""
         return tuple(Tool(t.name, t.description, t.parameters) for t in self.listed)
 
     def is_allowed(self, name: str) -> bool:
-        """True if the calls of a tool run without a question."""
+        """Returns True if calls of a tool run without consent."""
         return name in self._allowed
 
     def call(self, call: Call, note: Callable[[str], None]) -> str:
-        """Runs a call if it may run; returns what the model is told.
+        """Runs a call if that is allowed; returns the result for the model.
 
         Args:
             note: Shows a line to the user.
 
         Raises:
-            KeyboardInterrupt: The user stopped it.
+            KeyboardInterrupt: The user stopped the call.
         """
         tool = next((tool for tool in self.listed if tool.name == call.name), None)
         try:
@@ -142,7 +142,7 @@ class ChatTools:
         return consent != "no"
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for something on the servers' thread; Ctrl-C cancels it."""
+        """Runs a coroutine on the servers' thread; Ctrl-C cancels it."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

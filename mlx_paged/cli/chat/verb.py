@@ -1,4 +1,4 @@
-"""The options of `mlx-paged chat`, and the chat that they configure."""
+"""`mlx-paged chat`: its options, and the construction of the chat."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ def chat(
     message or a command: answers go to stdout, all else to stderr; exit status 1 if one failed.
     """
     if server is not None:
-        refuse(context, _ONLY_LOCAL, "it has no use with --server")
+        refuse(context, _ONLY_LOCAL, "has no effect with --server")
     if mcp is None:
-        refuse(context, ("mcp_allow", "max_tool_rounds"), "it needs --mcp")
+        refuse(context, ("mcp_allow", "max_tool_rounds"), "needs --mcp")
     conversation = _conversation(load, system_prompt, given(**vars(sampling)))
     tools = None if mcp is None else _tools(mcp, mcp_allow or [])
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with needs_extra("chat", "a chat at a terminal"):
-            import prompt_toolkit  # noqa: F401  (refused before the model is loaded)
+            import prompt_toolkit  # noqa: F401  (checked before the model is loaded)
     with typed_ahead() if at_terminal else contextlib.nullcontext():
         if server is None:
             sizes = given(
@@ -161,7 +161,7 @@ def chat(
 def _conversation(
     load: Path | None, system_prompt: str | None, params: dict[str, object]
 ) -> Conversation:
-    """A saved or a new chat; options of the command line replace its settings."""
+    """Loads or creates a chat; options of the command line override its settings."""
     from mlx_paged.cli.chat.conversation import Conversation
 
     conversation = Conversation() if load is None else Conversation.load(load)
@@ -173,7 +173,7 @@ def _conversation(
 
 
 def _tools(config: Path, allowed: list[str]) -> ChatTools:
-    """Returns the tools of a file, whose servers are not started yet."""
+    """Returns the tools of a configuration file, without starting their servers."""
     with needs_extra("mcp", "--mcp"):
         from mlx_paged.cli.chat.tools import ChatTools
         from mlx_paged.mcp import read_config
@@ -231,7 +231,7 @@ def _converse(
 
 
 def _note_tools(session: ChatSession) -> None:
-    """Prints the available tools, and missing ones."""
+    """Shows the number of tools, and errors of their servers."""
     tools = session.tools
     if tools is None:
         return
@@ -240,15 +240,15 @@ def _note_tools(session: ChatSession) -> None:
         session.view.error(error)
     if getattr(session.backend, "describes_tools", False):
         session.view.note(
-            "the model's chat template knows no tools: they are described in a system message"
+            "the model's chat template does not support tools: a system message describes them"
         )
 
 
 @contextlib.contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Keeps keys typed before a prompt unchanged for it, without echo.
+    """Preserves keys that are typed ahead of a prompt, without echoing them.
 
-    A terminal would echo them into the output, and turn Enter into a line feed, which is another
+    The terminal would echo them into the output, and convert Enter to a line feed, which is another
     key at the prompt.
     """
     import termios

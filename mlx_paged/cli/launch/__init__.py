@@ -1,1 +1,1 @@
-"""`mlx-paged launch`: starts a coding agent on a server of this machine."""
+"""`mlx-paged launch`: starts a coding agent on a local server."""

@@ -1,6 +1,6 @@
-"""The coding agents that `launch` knows: how each is installed, and set up for one run.
+"""The coding agents that `launch` supports: how to install each and set it up for one run.
 
-Settings are environment variables, arguments, and files of a temporary folder. A user's own
+Settings are environment variables, arguments, and files in a temporary folder. The user's own
 configuration is never changed.
 """
 
@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Stands for a key where an agent needs one and the server does not.
+#: Placeholder for agents that require a key, if the server does not.
 NO_KEY = "none"
-#: The variable in which configurations look for the server's key.
+#: Environment variable with the server's key.
 KEY_VARIABLE = "MLX_PAGED_API_KEY"
 
 _PROVIDER = "mlx-paged"
-# A long prompt may take minutes to its first token.
+# A long prompt may take minutes until its first token.
 _IDLE_TIMEOUT_MS = 900_000
-# Share of the context for one answer, for agents that ask for a limit.
+# One answer may have 1/_ANSWER_SHARE of the context, for agents that need a limit.
 _ANSWER_SHARE = 8
 
 
@@ -29,10 +29,10 @@ class Target:
 
     Attributes:
         url: URL of its server, without ``/v1``.
-        model: Its name on the server.
+        model: Name of the model on the server.
         context_len: Maximum tokens of prompt and answer; None: unknown.
         api_key: The server's key, if it has one.
-        takes_tools: False if its prompts cannot describe tools.
+        takes_tools: False if the chat template does not support tools.
     """
 
     url: str
@@ -52,10 +52,10 @@ class Setup:
     """Arguments, variables and files for one run of an agent.
 
     Attributes:
-        arguments: Placed before the user's own.
-        environment: Variables that are set.
-        without: Conflicting variables to remove.
-        files: Contents of files by their paths, in the temporary folder.
+        arguments: Arguments before those of the user.
+        environment: Environment variables to set.
+        without: Conflicting environment variables to remove.
+        files: Contents of files by path, in the temporary folder.
     """
 
     arguments: tuple[str, ...] = ()
@@ -69,11 +69,11 @@ class Agent:
     """A coding agent.
 
     Attributes:
-        title: Its name.
-        program: Its executable.
+        title: Name of the agent.
+        program: Name of its executable.
         install: The command that installs it.
-        setup: Returns its setup for a model; files go into the given folder.
-        needs_tools: False if it works with models that call no tools.
+        setup: Returns the setup for a model; its files are to be in the given folder.
+        needs_tools: False if the agent works with models that do not call tools.
         default: Arguments if the user gives none.
     """
 
@@ -86,7 +86,7 @@ class Agent:
 
 
 def _codex(target: Target, folder: Path) -> Setup:
-    """Passes entries of config.toml as arguments, which keeps the user's other settings."""
+    """Passes entries of config.toml as arguments, to keep the user's other settings."""
     provider = f"model_providers.{_PROVIDER}"
     entries: dict[str, str | int] = {"model": target.model, "model_provider": _PROVIDER}
     if target.context_len is not None:
@@ -211,7 +211,7 @@ def _copilot(target: Target, folder: Path) -> Setup:
     )
 
 
-#: Agents by the name that `launch` takes.
+#: Agents by their name on the command line.
 AGENTS: dict[str, Agent] = {
     "codex": Agent("Codex CLI", "codex", "npm install -g @openai/codex", _codex),
     "claude": Agent("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude),

@@ -1,8 +1,8 @@
 """Runs a verb in a process that ends when its owner does.
 
-Run as ``python -m mlx_paged.cli.launch.owned DESCRIPTOR VERB ...``, with the reading end of a pipe
-whose other end only the owner has. When the owner ends, however that happens, the pipe is at its
-end, and this process gets SIGTERM.
+Run as ``python -m mlx_paged.cli.launch.owned DESCRIPTOR VERB ...``. DESCRIPTOR is the read end of a
+pipe whose write end only the owner has. When the owner ends, for any reason, the pipe is closed
+and this process sends itself SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 
 
 def end_with_owner(descriptor: int) -> None:
-    """Watches the pipe on a separate thread."""
+    """Sends this process SIGTERM once the pipe is closed. Watches it on a thread."""
 
     def watch() -> None:
         while os.read(descriptor, 1):

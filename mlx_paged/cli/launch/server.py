@@ -1,4 +1,4 @@
-"""Finds the server for an agent, or starts one."""
+"""Server: finds the server for an agent; `own_server` starts one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mlx_paged.cli.launch.agents import KEY_VARIABLE, Target
 from mlx_paged.errors import InvalidParameterError, MlxPagedError
 
 _TIMEOUT = 10.0  # seconds for an answer
-_POLL = 0.2  # seconds between two looks at a server that loads
-_GOODBYE = 40.0  # seconds for a server to end: more than its --shutdown-timeout
+_POLL = 0.2  # seconds between two queries while a server loads
+_EXIT_TIMEOUT = 40.0  # seconds for a server to end: more than its --shutdown-timeout
 _LAST_LINES = 5
 
 
@@ -28,11 +28,11 @@ class Server:
     """A server with OpenAI's API.
 
     Args:
-        url: Its URL, with or without ``/v1``.
-        api_key: Its key, if it has one.
+        url: URL of the server, with or without ``/v1``.
+        api_key: API key, if the server requires one.
 
     Raises:
-        InvalidParameterError: No URL.
+        InvalidParameterError: The URL is invalid.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -50,32 +50,32 @@ class Server:
         self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT)
 
     def is_up(self) -> bool:
-        """True if something listens there."""
+        """Returns True if a server listens at the URL."""
         with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
             self._get("/v1/models")
             return True
         return False
 
     def is_ready(self) -> bool:
-        """True if it accepts requests. Other programs' servers are ready once they answer."""
+        """Returns True if the server accepts requests. Servers without /ready always do."""
         return self._get("/ready").status_code in (200, 404)
 
     def target(self, model: str | None) -> Target:
-        """Returns a model of the server.
+        """Returns a model of the server; waits until it is loaded.
 
         Args:
             model: A served name; None: the first one.
 
         Raises:
-            MlxPagedError: It does not serve that, or needs another key.
+            MlxPagedError: The server does not have the model, cannot load it, or requires a key.
         """
         response = self._get("/v1/models")
         if response.status_code == 401:
-            raise MlxPagedError(f"{self.url} needs a key: give --api-key")
+            raise MlxPagedError(f"{self.url} requires a key: give --api-key")
         try:
             listed = {str(each["id"]): each for each in response.json()["data"]}
         except (ValueError, LookupError, TypeError):
-            raise MlxPagedError(f"{self.url} lists no models: it is no server for agents") from None
+            raise MlxPagedError(f"{self.url} lists no models, so agents cannot use it") from None
         name = next(iter(listed), None) if model is None else model
         if name is None or name not in listed:
             raise MlxPagedError(
@@ -89,10 +89,10 @@ class Server:
         )  # fmt: skip
 
     def _loaded(self, name: str, entry: Any) -> Any:
-        """Loads a model if the server has several; returns its entry once it is loaded.
+        """Loads a model if necessary; returns its entry in the list once it is loaded.
 
         Raises:
-            MlxPagedError: It cannot be loaded.
+            MlxPagedError: The model cannot be loaded.
         """
         if not _is_waiting(entry):
             return entry
@@ -102,14 +102,17 @@ class Server:
             raise MlxPagedError(f"{self.url} cannot load {name}: {begun.text[:200]}")
         while _is_waiting(entry):
             time.sleep(_POLL)
-            entry = self._get(f"/v1/models/{quote(name)}").json()
+            response = self._get(f"/v1/models/{quote(name)}")
+            if response.status_code != 200:
+                raise MlxPagedError(f"{self.url} cannot load {name}: {response.text[:200]}")
+            entry = response.json()
             if entry["status"].get("failed"):
                 reason = entry["status"].get("reason") or "it does not say why"
                 raise MlxPagedError(f"{self.url} cannot load {name}: {reason}")
         return entry
 
     def _takes_tools(self, name: str) -> bool:
-        """True unless the server reports that the model does not support tools."""
+        """Returns True unless the server reports that the model does not support tools."""
         with contextlib.suppress(MlxPagedError, httpx.HTTPError, ValueError):
             parsing = self._get(f"/server_info?model={quote(name, safe='')}").json().get("parsing")
             return not parsing or parsing.get("tool_calls") is not None
@@ -125,13 +128,13 @@ class Server:
 
 
 def _is_waiting(entry: Any) -> bool:
-    """True if an entry of the model list says that the model is not loaded yet."""
+    """Returns True if an entry of the model list shows that the model is not loaded yet."""
     status = entry.get("status")
     return isinstance(status, dict) and status.get("value") in ("unloaded", "loading")
 
 
 def command_of(server: Server, model: str | None, config: Path | None) -> list[str]:
-    """Returns the arguments of `mlx-paged` that start a server."""
+    """Returns the arguments of `mlx-paged` that start the server."""
     return [
         "serve", *([model] if model is not None else []),
         *(["--config", str(config)] if config is not None else []),
@@ -145,7 +148,7 @@ def own_server(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a server, waits until it is ready, and ends it afterwards.
 
-    It is in its own session, so that Ctrl-C reaches the agent alone, and it ends with this
+    The server has its own session, so that Ctrl-C only reaches the agent. It ends with this
     process, even if that is killed.
 
     Args:
@@ -153,7 +156,7 @@ def own_server(
         log: The file for its output.
 
     Raises:
-        MlxPagedError: It does not start; the message has its last lines.
+        MlxPagedError: The server does not start; the message has the end of its output.
     """
     theirs, ours = os.pipe()
     environment: Mapping[str, str] = os.environ | ({KEY_VARIABLE: api_key} if api_key else {})
@@ -177,7 +180,7 @@ def own_server(
     finally:
         process.terminate()
         try:
-            process.wait(_GOODBYE)
+            process.wait(_EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -195,6 +198,6 @@ def _wait(server: Server, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def last_lines(log: Path) -> str:
-    """Returns the end of a server's output."""
+    """Returns the last lines of a server's output, as one line."""
     lines = log.read_text(errors="replace").strip().splitlines()
-    return " | ".join(lines[-_LAST_LINES:]) or "it has said nothing"
+    return " | ".join(lines[-_LAST_LINES:]) or "it printed nothing"

@@ -1,4 +1,4 @@
-"""`mlx-paged launch`: a coding agent on a local model, with one command."""
+"""`mlx-paged launch`: runs a coding agent on a local model."""
 
 from __future__ import annotations
 
@@ -108,31 +108,33 @@ def launch(
             target = wanted.target(None if starts else model)
             if found.needs_tools and not target.takes_tools:
                 print_line(
-                    f"the chat template of {target.model} knows no tools, which {found.title} "
-                    "needs: MLX_PAGED_TOOL_TEMPLATE=1 describes them in a message"
+                    f"the chat template of {target.model} does not support tools, which "
+                    f"{found.title} needs: MLX_PAGED_TOOL_TEMPLATE=1 describes them in a message"
                 )
             status = _run(found, target, folder, arguments or ())
     sys.exit(status)
 
 
 def _check_start(is_local: bool, url: str, model: str | None, config: Path | None) -> None:
-    """Checks that a server can be started at the address and has a model.
+    """Checks that a server can be started.
 
     Raises:
-        MlxPagedError: It would be on another machine, or has no model.
+        MlxPagedError: The address is on another machine, or no model was given.
     """
     if not is_local:
-        raise MlxPagedError(f"no server answers at {url}, and it is not an address to start one at")
+        raise MlxPagedError(
+            f"no server answers at {url}, and one can be started only at a local address"
+        )
     if model is None and config is None:
         raise MlxPagedError(
-            f"no server runs at {url}: give --model to start one, or run `mlx-paged serve MODEL`"
+            f"no server answers at {url}: give --model to start one, or run `mlx-paged serve MODEL`"
         )
 
 
 def _show(
     agent: Agent, target: Target, folder: Path, arguments: Sequence[str], start: list[str] | None
 ) -> None:
-    """Prints the run as a shell script, without the key."""
+    """Prints what would run as a shell script, without the key."""
     setup = agent.setup(target, folder)
     if start is not None:
         typer.echo(f"mlx-paged {shlex.join(start)} &")
@@ -170,7 +172,7 @@ def _run(agent: Agent, target: Target, folder: Path, arguments: Sequence[str]) -
 
 
 class _Signals:
-    """Leaves signals to the agent: ignores Ctrl-C, which a terminal sends to both processes, and
+    """Leaves signals to the agent: ignores Ctrl-C, which the terminal sends to both processes, and
     forwards SIGTERM and SIGHUP."""
 
     def __init__(self) -> None:
@@ -178,20 +180,20 @@ class _Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Signals:
-        # Handlers, because the agent would inherit ignored signals.
+        # Handlers instead of SIG_IGN, which the agent would inherit.
         for sig in (signal.SIGINT, signal.SIGQUIT):
-            self._before[sig] = signal.signal(sig, self._leave)
+            self._before[sig] = signal.signal(sig, self._ignore)
         for sig in (signal.SIGTERM, signal.SIGHUP):
-            self._before[sig] = signal.signal(sig, self._pass_on)
+            self._before[sig] = signal.signal(sig, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
         for sig, handler in self._before.items():
             signal.signal(sig, handler)
 
-    def _leave(self, sig: int, _: FrameType | None) -> None:
+    def _ignore(self, sig: int, _: FrameType | None) -> None:
         pass
 
-    def _pass_on(self, sig: int, _: FrameType | None) -> None:
+    def _forward(self, sig: int, _: FrameType | None) -> None:
         if self.process is not None:
             self.process.send_signal(sig)

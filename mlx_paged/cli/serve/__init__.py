@@ -1,1 +1,1 @@
-"""`mlx-paged serve`: options become engines and a server."""
+"""`mlx-paged serve`: validates options, and starts engines and a server."""

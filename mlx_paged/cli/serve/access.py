@@ -1,4 +1,4 @@
-"""Access control of `serve`: address, API keys, and features that are off if others reach it."""
+"""Access control of `serve`: API keys, and features that are off if other machines have access."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlx_paged.extras import needs_extra
 
 
 def check(options: ServerOptions) -> None:
-    """Rejects options that conflict or expose this machine to others.
+    """Rejects options that conflict or would expose this machine to others.
 
     Raises:
-        InvalidParameterError: It names the option.
+        InvalidParameterError: Names the option.
     """
     _check_mcp(options)
     is_default = (options.host, options.port) == (DEFAULT_HOST, DEFAULT_PORT)

@@ -18,7 +18,7 @@ from mlx_paged.cli import transformers_import
 from mlx_paged.cli.serve.one_model import OneModel
 from mlx_paged.errors import MlxPagedError
 
-# Modules that are imported when a model is loaded and served; `tests` keep the list complete.
+# Modules that loading and serving a model imports; a test keeps the list complete.
 _AHEAD = (
     "mlx_paged.cli.progress",
     "mlx_paged.engine.async_engine",
@@ -33,7 +33,7 @@ _AHEAD = (
 
 
 def import_ahead() -> None:
-    """Imports what any model needs. The process may have to wait long for its model."""
+    """Imports what every model needs, before the model is known."""
     transformers_import.arrange()
     unpatch()
     for name in _AHEAD:

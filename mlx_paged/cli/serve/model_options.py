@@ -1,4 +1,4 @@
-"""Options of `mlx-paged serve` about a model: its files, its memory, its steps, its media."""
+"""Options of `mlx-paged serve` about a model: files, memory, scheduling, media and adapters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LIMITS, _MEDIA, _LORA = "Limits", "Images, videos and audio", "LoRA adapters"
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Fields of `EngineConfig` and `ServerConfig` with the same names, each of one model.
+    """Options of one model: fields of `EngineConfig` and `ServerConfig` with the same names.
 
-    With several models, those of the command line are the defaults of all.
+    With several models, the command line sets the defaults of all.
     """
 
     served_model_names: Annotated[
@@ -476,5 +476,5 @@ class ModelOptions:
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes among which each replica is divided."""
+        """Number of processes over which each replica is distributed."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

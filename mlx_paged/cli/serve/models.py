@@ -24,7 +24,7 @@ class ServedModelOptions:
 
     Attributes:
         model: Directory, GGUF file or hub id; None: the embedded model.
-        names: The name in answers, and aliases; empty: by its path.
+        names: The name in answers, then aliases; empty: named after its path.
         options: Its options.
         pinned, preload, ttl: See `ModelSpec`.
     """
@@ -75,7 +75,7 @@ def refuse_alone(several: SeveralOptions) -> None:
 
 
 def _name_and_path(text: str) -> tuple[str, str]:
-    """Splits NAME=PATH; a path that exists may have an equals sign."""
+    """Splits NAME=PATH, unless it is an existing path that contains an equals sign."""
     name, sign, path = text.partition("=")
     if not sign or Path(text).exists():
         return "", text
@@ -92,7 +92,7 @@ def _of_file(
     try:
         entries = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InvalidParameterError(_FILE, f"a file in YAML ({error})", str(path)) from error
+        raise InvalidParameterError(_FILE, f"a YAML file ({error})", str(path)) from error
     if isinstance(entries, Mapping) and entries.keys() == {"models"}:
         entries = entries["models"]
     if not isinstance(entries, list) or not entries:
@@ -102,34 +102,36 @@ def _of_file(
 
 
 def _entry(
-    context: typer.Context, place: str, entry: Any, options: ModelOptions, ttl: float | None
+    context: typer.Context, where: str, entry: Any, options: ModelOptions, ttl: float | None
 ) -> ServedModelOptions:
     if isinstance(entry, str):
         entry = {"model": entry}
     if not isinstance(entry, Mapping):
-        raise InvalidParameterError(place, "a path, or a mapping", _shown(entry))
+        raise InvalidParameterError(where, "a path, or a mapping", _shown(entry))
     unknown = [key for key in entry if key not in _KEYS]
     if unknown:
-        raise InvalidParameterError(place, f"of {', '.join(_KEYS)}", _shown(unknown[0]))
-    _check(place, entry, "model", str, "a path or a hub id")
-    _check(place, entry, "name", str, "a text")
+        raise InvalidParameterError(where, f"a mapping of {', '.join(_KEYS)}", _shown(unknown[0]))
+    _check(where, entry, "model", str, "a path or a hub id")
+    _check(where, entry, "name", str, "a string")
     for key in ("pinned", "preload"):
-        _check(place, entry, key, bool, "true or false")
+        _check(where, entry, key, bool, "true or false")
     ttl = entry.get("ttl", ttl)
     if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or ttl < 0):
-        raise InvalidParameterError(f"{place}.ttl", "seconds, at least 0", _shown(ttl))
+        raise InvalidParameterError(f"{where}.ttl", "seconds, at least 0", _shown(ttl))
     aliases = entry.get("aliases") or []
     if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
-        raise InvalidParameterError(f"{place}.aliases", "a list of names", _shown(aliases))
+        raise InvalidParameterError(f"{where}.aliases", "a list of names", _shown(aliases))
     own = entry.get("options") or {}
     if not isinstance(own, Mapping):
-        raise InvalidParameterError(f"{place}.options", "a mapping", _shown(own))
+        raise InvalidParameterError(f"{where}.options", "a mapping", _shown(own))
     names = tuple(field.name for field in fields(ModelOptions))
-    if "served_model_names" in (values := option_values(context, f"{place}.options", own, names)):
-        raise InvalidParameterError(f"{place}.options", "without names: name has it", "the name")
+    if "served_model_names" in (values := option_values(context, f"{where}.options", own, names)):
+        raise InvalidParameterError(
+            f"{where}.options", "without names, which `name` sets", "served_model_names"
+        )
     name = entry.get("name")
     if aliases and name is None:
-        raise InvalidParameterError(f"{place}.name", "given with aliases", None)
+        raise InvalidParameterError(f"{where}.name", "given with aliases", None)
     return ServedModelOptions(
         entry.get("model"),
         replace(options, served_model_names=None, **values),
@@ -140,9 +142,9 @@ def _entry(
     )
 
 
-def _check(place: str, entry: Mapping[str, Any], key: str, kind: type, expected: str) -> None:
+def _check(where: str, entry: Mapping[str, Any], key: str, kind: type, expected: str) -> None:
     if key in entry and not isinstance(entry[key], kind):
-        raise InvalidParameterError(f"{place}.{key}", expected, _shown(entry[key]))
+        raise InvalidParameterError(f"{where}.{key}", expected, _shown(entry[key]))
 
 
 def _shown(value: Any) -> str:

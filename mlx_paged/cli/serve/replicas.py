@@ -15,10 +15,10 @@ _FIELD = "data_parallel_size"
 
 
 def environments_of(options: ModelOptions) -> tuple[Mapping[str, str], ...]:
-    """Returns the environment variables of each replica's process; one model alone has none.
+    """Returns the environment variables for each replica's process; none for a single one.
 
     Raises:
-        InvalidParameterError: This machine cannot run the replicas, and why.
+        InvalidParameterError: This machine cannot run the replicas.
     """
     size, num_ranks = options.data_parallel_size, options.num_ranks
     if size == 1:
@@ -48,9 +48,9 @@ def environments_of(options: ModelOptions) -> tuple[Mapping[str, str], ...]:
 
 
 def with_shares(options: ModelOptions, *, has_own_devices: bool) -> ModelOptions:
-    """Returns the options of each replica, which may use its share of the memory.
+    """Returns the options of each replica, with its share of the memory.
 
-    Options that give bytes or blocks are for each replica.
+    Options in bytes or blocks apply to each replica as they are.
     """
     share = options.gpu_memory_utilization
     if share is None or has_own_devices:

@@ -1,4 +1,4 @@
-"""Runs the router for several models or replicas: checks options, divides devices and memory."""
+"""Serves several models or replicas behind a router: validates options, divides memory."""
 
 from __future__ import annotations
 
@@ -111,22 +111,22 @@ def _chosen(specs: list[ModelSpec], several: SeveralOptions) -> list[ModelSpec]:
     Raises:
         InvalidParameterError: A name that no model has.
     """
-    for place in _places(specs, "pin_models", several.pin_models):
-        specs[place] = replace(specs[place], pinned=True)
-    for place in _places(specs, "preload_models", several.preload_models):
-        specs[place] = replace(specs[place], preload=True)
+    for index in _indices(specs, "pin_models", several.pin_models):
+        specs[index] = replace(specs[index], pinned=True)
+    for index in _indices(specs, "preload_models", several.preload_models):
+        specs[index] = replace(specs[index], preload=True)
     if not any(spec.preload for spec in specs):
         specs[0] = replace(specs[0], preload=True)
     return specs
 
 
-def _places(specs: Sequence[ModelSpec], option: str, names: Sequence[str] | None) -> Iterator[int]:
+def _indices(specs: Sequence[ModelSpec], option: str, names: Sequence[str] | None) -> Iterator[int]:
     for name in names or ():
-        places = [place for place, spec in enumerate(specs) if name in spec.names]
-        if not places:
+        found = [index for index, spec in enumerate(specs) if name in spec.names]
+        if not found:
             known = ", ".join(spec.name for spec in specs)
-            raise InvalidParameterError(option, f"a name of a model ({known})", name)
-        yield places[0]
+            raise InvalidParameterError(option, f"the name of a model ({known})", name)
+        yield found[0]
 
 
 def _is_sized(options: ModelOptions) -> bool:

@@ -1,4 +1,4 @@
-"""Options of `mlx-paged serve` about the server: its address, its clients, its APIs, its log."""
+"""Options of `mlx-paged serve` about the server: address, access, limits, APIs and logs."""
 
 from __future__ import annotations
 
