@@ -67,7 +67,7 @@ inline void load_tile_queries(
   }
 }
 
-// A pool's rows of a tile of tokens. Places that have no token hold zeros.
+// A pool's rows for a tile of tokens. Rows of the tile without a token are zeros.
 template <typename T>
 class TokenRows {
  public:
@@ -76,12 +76,13 @@ class TokenRows {
     token_rows(args, pool, item.block_table, token, count, rows_ + first_);
   }
 
-  const T* row(int place, int head) const {
+  // `i`: the token's index in the tile.
+  const T* row(int i, int head) const {
     static const T zeros[kMaxHeadDim] = {};
-    return place >= first_ && place < end_ ? rows_[place] + head * head_dim_ : zeros;
+    return i >= first_ && i < end_ ? rows_[i] + head * head_dim_ : zeros;
   }
 
-  // Fetches places [begin, end) of a head while others are packed.
+  // Prefetches rows [begin, end) of a head while others are packed.
   void prefetch(int begin, int end, int head) const {
     const int64_t bytes = head_dim_ * sizeof(T);
     auto rows = reinterpret_cast<const char* const*>(rows_);

@@ -48,7 +48,7 @@ class AmxDigitRows {
     x_ = first_x_ =
         static_cast<const Block*>(args_.x) + int64_t(begin / kRowBlock) * all_groups_ + first_;
     vectors_ = (columns + kWidth - 1) / kWidth;
-    place_ = vector_ = block_ = 0;
+    group_ = vector_ = block_ = 0;
     blocks_ = (end - begin + Rows - 1) / Rows;
     codes_at_ = codes_.codes();
     num_issued_ = num_scaled_ = 0;
@@ -144,14 +144,14 @@ class AmxDigitRows {
     tiles_.template multiply_bytes<kSums + Parity, Parity, kWeights + Parity>();
     codes_at_ += Codes::kBytes;
     x_++;
-    if (++place_ == groups_) {
+    if (++group_ == groups_) {
       next_vector();
     }
   }
 
   // The last units are followed by the first ones, which are not used.
   __attribute__((always_inline)) void next_vector() {
-    place_ = 0;
+    group_ = 0;
     if (++vector_ == vectors_) {
       vector_ = 0;
       block_ = block_ + 1 < blocks_ ? block_ + 1 : 0;
@@ -169,7 +169,7 @@ class AmxDigitRows {
   // The next unit to begin.
   const Block *x_ = nullptr, *first_x_ = nullptr;
   const uint8_t* codes_at_ = nullptr;
-  int place_ = 0, vector_ = 0, block_ = 0, vectors_ = 0, blocks_ = 0;
+  int group_ = 0, vector_ = 0, block_ = 0, vectors_ = 0, blocks_ = 0;
   unsigned num_issued_ = 0, num_scaled_ = 0;
   alignas(64) int32_t ring_[kRing][Rows][kWidth];  // sums of units
 };

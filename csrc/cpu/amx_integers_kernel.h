@@ -21,8 +21,7 @@
 
 namespace mlx_paged::cpu::MLX_PAGED_ISA {
 
-// Unpacks groups of a panel's columns, in order, to memory that stays in the L1 cache. A group
-// follows the last in memory in the place of the first.
+// Unpacks groups of a panel's columns, in order, to a ring buffer that stays in the L1 cache.
 template <int Bits, int Digits, int Group, int Vectors>
 class RingOfTiles {
  public:
@@ -153,14 +152,14 @@ class AmxBlock {
     load_x<0>(*x);
     load_weights<0>();
     load_weights<1>();
-    for (int place = 0; place < groups; place++) {
-      const Block& next = place + 1 < groups ? x[place + 1] : x[place];
+    for (int i = 0; i < groups; i++) {
+      const Block& next = i + 1 < groups ? x[i + 1] : x[i];
       for_each_vector([&]<int V>() __attribute__((always_inline)) {
         multiply<V>(next);
-        if (V >= kLag || place * Vectors + V >= kLag) {
+        if (V >= kLag || i * Vectors + V >= kLag) {
           scale<V - kLag>();
         }
-        unpacking.template unpack_after<V>(place);
+        unpacking.template unpack_after<V>(i);
       });
     }
     const int units = groups * Vectors;

@@ -77,7 +77,8 @@ struct GroupOrder {
 
   int in_chunk(int first) const { return groups - first < chunk ? groups - first : chunk; }
 
-  int64_t place_of(int group) const {
+  // Index at which a group is stored.
+  int64_t index_of(int group) const {
     const int first = group / chunk * chunk;
     const int size = in_chunk(first), quarter = group % kIntegerGroups;
     const int more = size % kIntegerGroups;
@@ -95,7 +96,7 @@ inline void round_to_block(const RoundArgs& args, int begin, int end) {
   Block* to = static_cast<Block*>(args.out) + int64_t(begin / kRowBlock) * groups;
   Spread spreads[kRowBlock];
   for (int g = 0; g < groups; g++) {
-    Block& block = to[order.place_of(g)];
+    Block& block = to[order.index_of(g)];
     for (int row = begin; row < end; row++) {
       const int at = row % kRowBlock;
       VecI integers[Group / kWidth];
@@ -188,7 +189,7 @@ class CodeTiles {
         is_last ? int64_t(Vectors) * kWidth * w_.row_bytes - bytes : int64_t(groups) * kGroupBytes;
     int starts[kIntegerGroups];
     for (int i = 0; i < kIntegerGroups; i++) {
-      starts[i] = int(order_.place_of(first + i) - first);
+      starts[i] = int(order_.index_of(first + i) - first);
     }
     for (int v = 0; v < Vectors; v++) {
       ColumnBytes p;
@@ -200,9 +201,9 @@ class CodeTiles {
             __builtin_prefetch(p[j] + at + ahead, 0, 2);
           }
         }
-        const int place = starts[g % kIntegerGroups] + g / kIntegerGroups;
+        const int index = starts[g % kIntegerGroups] + g / kIntegerGroups;
         const int64_t tile =
-            kByVectors ? int64_t(v) * groups + place : int64_t(place) * Vectors + v;
+            kByVectors ? int64_t(v) * groups + index : int64_t(index) * Vectors + v;
         unpack(p, first + g, codes_ + tile * kBytes);
       }
     }
@@ -232,8 +233,8 @@ class CodeTiles {
 
   const WeightView& w_;
   GroupOrder<Group> order_;
-  // [place, Vectors, kRows, kWidth, 4], or [Vectors, place, ...] if kByVectors; 16 times the codes
-  // first, if in halves.
+  // [group, Vectors, kRows, kWidth, 4], or [Vectors, group, ...] if kByVectors, in GroupOrder; with
+  // halves, 16 times the codes precede the codes.
   uint8_t* codes_;
   float* scales_;  // [pair of vectors, as in IntegerTile]
 };

@@ -1,5 +1,4 @@
 // Copyright © 2026 the mlx_paged authors. Apache-2.0.
-
 //
 // Makes arrays dense for tasks that outlive the array handle.
 

@@ -21,7 +21,7 @@ class RowDraw {
   RowDraw(const DrawArgs& args, int64_t row)
       : logits_(static_cast<const T*>(args.logits) + row * args.size),
         size_(args.size),
-        apart_(args.size - args.size / 2),
+        pair_stride_(args.size - args.size / 2),
         largest_(args.largest[row]),
         temperature_(args.temperature[row]),
         threshold_(args.thresholds[row]),
@@ -35,16 +35,19 @@ class RowDraw {
     // The likeliest token sets a bar that most others cannot reach.
     see_greedy();
     int64_t pair = 0;
-    for (; pair + kWidth <= size_ - apart_; pair += kWidth) {
-      see_pairs(pair, load(logits_ + pair), load(logits_ + apart_ + pair), kWidth);
+    for (; pair + kWidth <= size_ - pair_stride_; pair += kWidth) {
+      see_pairs(pair, load(logits_ + pair), load(logits_ + pair_stride_ + pair), kWidth);
     }
-    int rest = int(size_ - apart_ - pair);
+    int rest = int(size_ - pair_stride_ - pair);
     if (rest > 0) {
       see_pairs(
-          pair, load_tail(logits_ + pair, rest), load_tail(logits_ + apart_ + pair, rest), rest);
+          pair, load_tail(logits_ + pair, rest), load_tail(logits_ + pair_stride_ + pair, rest),
+          rest);
     }
     if (size_ % 2) {  // the token in the middle
-      see_tokens(apart_ - 1, load_tail(logits_ + apart_ - 1, 1), bits_of(apart_ - 1, 0).first, 1);
+      see_tokens(
+          pair_stride_ - 1, load_tail(logits_ + pair_stride_ - 1, 1),
+          bits_of(pair_stride_ - 1, 0).first, 1);
     }
     return token_;
   }
@@ -56,8 +59,8 @@ class RowDraw {
   static constexpr float kSlack = 1e-3f;
 
   // Bits of kWidth counters from `pair` on. mx.random gives the token `pair` of a row the first
-  // word of (pair, apart + pair), and the token `apart + pair` the second. The one in the middle of
-  // an odd row has the counter (pair, 0).
+  // word of (pair, stride + pair), and the token `stride + pair` the second. The one in the middle
+  // of an odd row has the counter (pair, 0).
   paged::RandomPair<VecU> bits_of(int64_t pair, int64_t other) const {
     VecU lanes;
     for (int lane = 0; lane < kWidth; lane++) {
@@ -67,19 +70,19 @@ class RowDraw {
   }
 
   void see_greedy() {
-    int64_t pair = token_ < apart_ ? token_ : token_ - apart_;
-    bool is_middle = size_ % 2 && token_ == apart_ - 1;
-    auto bits = bits_of(pair, is_middle ? 0 : apart_ + pair);
-    see(token_, token_ < apart_ ? bits.first[0] : bits.second[0]);
+    int64_t pair = token_ < pair_stride_ ? token_ : token_ - pair_stride_;
+    bool is_middle = size_ % 2 && token_ == pair_stride_ - 1;
+    auto bits = bits_of(pair, is_middle ? 0 : pair_stride_ + pair);
+    see(token_, token_ < pair_stride_ ? bits.first[0] : bits.second[0]);
   }
 
   void see_pairs(int64_t pair, VecF first, VecF second, int count) {
     if (!any((first >= logit_bar_) | (second >= logit_bar_))) {
       return;
     }
-    auto bits = bits_of(pair, apart_ + pair);
+    auto bits = bits_of(pair, pair_stride_ + pair);
     see_tokens(pair, first, bits.first, count);
-    see_tokens(apart_ + pair, second, bits.second, count);
+    see_tokens(pair_stride_ + pair, second, bits.second, count);
   }
 
   void see_tokens(int64_t token, VecF logits, VecU bits, int count) {
@@ -123,7 +126,7 @@ class RowDraw {
 
   const T* logits_;
   int64_t size_;
-  int64_t apart_;  // of the two tokens of a pair
+  int64_t pair_stride_;  // distance of the two tokens of a pair
   float largest_;
   float temperature_;
   float threshold_;

@@ -489,7 +489,7 @@ typedef uint16_t BytePairs __attribute__((vector_size(kWidth)));
 struct Spread {
   static constexpr uint32_t kFar = kMaxSpread + 4;
 
-  uint32_t most = 0;
+  uint32_t max_exponent = 0;
   VecU sums = {};
   uint32_t count = 0;  // of each sum
   bool finite = true;
@@ -500,7 +500,7 @@ struct Spread {
     VecU exponents = magnitudes >> 23;
     sums += exponents > floor ? exponents : floor;
     count++;
-    most = exponent > most ? exponent : most;
+    max_exponent = exponent > max_exponent ? exponent : max_exponent;
   }
 
   bool is_uneven() const {
@@ -509,12 +509,12 @@ struct Spread {
       sum += sums[i];
     }
     const uint64_t all = uint64_t(count) * kWidth;
-    return finite && most * all > sum + kMaxSpread * all;
+    return finite && max_exponent * all > sum + kMaxSpread * all;
   }
 };
 
-// log2 of the least that a group's largest integer of three digits can be, so that sums of products
-// fit 32 bits.
+// log2 of a lower bound of the largest integer in a group of three digits. Chosen so that sums of
+// products fit into 32 bits.
 template <int Group>
 inline uint32_t integer_exponent(int bits) {
   return Group == 64 && bits == 4 ? 20 : 21;
@@ -535,12 +535,12 @@ inline int round_group(const float* x, int bits, VecI* integers, float& scale, S
     pair = magnitude > pair ? magnitude : pair;
     largest = pair > largest ? pair : largest;
   }
-  const uint32_t most = max(largest);              // infinities and NaNs compare above all numbers
-  constexpr uint32_t kLeast = (127u - 100) << 23;  // 2^-100
+  const uint32_t group_max = max(largest);  // infinities and NaNs compare above all numbers
+  constexpr uint32_t kSmallest = (127u - 100) << 23;  // 2^-100
   constexpr uint32_t kInfinity = 255u << 23;
-  if (most < kLeast || most >= kInfinity) {
-    scale = most < kLeast ? 0.0f : __builtin_nanf("");
-    spread.finite = spread.finite && most < kInfinity;
+  if (group_max < kSmallest || group_max >= kInfinity) {
+    scale = group_max < kSmallest ? 0.0f : __builtin_nanf("");
+    spread.finite = spread.finite && group_max < kInfinity;
     for (int i = 0; i < kVectors; i++) {
       integers[i] = VecI{};
     }
@@ -548,16 +548,16 @@ inline int round_group(const float* x, int bits, VecI* integers, float& scale, S
   }
   float inverse;
   if constexpr (Digits == 1) {
-    float magnitude = bits_as_float(most);
+    float magnitude = bits_as_float(group_max);
     scale = magnitude / 127.0f;
     inverse = 127.0f / magnitude;
   } else {
     // A power of two.
     static_assert(Digits == 3);
     for (const VecU& pair : pairs) {
-      spread.add(pair, most);
+      spread.add(pair, group_max);
     }
-    uint32_t exponent = (most >> 23) - integer_exponent<Group>(bits);
+    uint32_t exponent = (group_max >> 23) - integer_exponent<Group>(bits);
     scale = bits_as_float(exponent << 23);
     inverse = bits_as_float((254 - exponent) << 23);
   }

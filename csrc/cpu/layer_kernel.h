@@ -35,7 +35,7 @@ inline void rope_head(const RopeArgs& args, const T* x, const float* cosines, T*
   const float* sines = cosines + args.half_dims;
   int64_t step = args.dim_stride;
   // Distance between the elements of a pair, and between pairs.
-  int64_t apart = args.traditional ? 1 : args.half_dims;
+  int64_t pair_stride = args.traditional ? 1 : args.half_dims;
   int64_t pairs = args.traditional ? 2 : 1;
   int i = 0;
   if (step == 1 && !args.traditional) {
@@ -43,16 +43,16 @@ inline void rope_head(const RopeArgs& args, const T* x, const float* cosines, T*
       VecF c = load(cosines + i);
       VecF s = load(sines + i);
       VecF a = load(x + i);
-      VecF b = load(x + apart + i);
+      VecF b = load(x + pair_stride + i);
       store_vector(out + i, a * c - b * s);
-      store_vector(out + apart + i, a * s + b * c);
+      store_vector(out + pair_stride + i, a * s + b * c);
     }
   }
   for (; i < args.half_dims; i++) {
     float a = load_one(x + i * pairs * step);
-    float b = load_one(x + (i * pairs + apart) * step);
+    float b = load_one(x + (i * pairs + pair_stride) * step);
     store_as(out + i * pairs, a * cosines[i] - b * sines[i]);
-    store_as(out + i * pairs + apart, a * sines[i] + b * cosines[i]);
+    store_as(out + i * pairs + pair_stride, a * sines[i] + b * cosines[i]);
   }
   for (int d = 2 * args.half_dims; d < args.head_dim; d++) {
     out[d] = x[d * step];

@@ -36,9 +36,10 @@ void cut(ProductPhase& phase) {
     const Product& p = phase.products[i];
     bool uses_tiles = p.main.integers && p.main.integers->uses_tiles(int(p.out.rows()));
     int64_t align = uses_tiles ? kIntegerTileColumns : kAlign;
-    int64_t most =
+    int64_t max_piece =
         uses_tiles ? std::max(max_weights, kTiles * align * column_size(p)) : max_weights;
-    int64_t piece = std::clamp(weights / (kPiecesPerThread * num_threads()), kMinWeights, most);
+    int64_t piece =
+        std::clamp(weights / (kPiecesPerThread * num_threads()), kMinWeights, max_piece);
     int n = p.main.weight.n;
     int64_t columns = piece / column_size(p);
     if (p.main.adapters) {

@@ -80,9 +80,9 @@ inline void encode_int8(const float* x, int dim, char* codes, char* scales) {
 inline void encode_int4(const float* x, int dim, char* codes, char* scales) {
   for (int begin = 0; begin < dim; begin += kGroup) {
     int end = begin + kGroup < dim ? begin + kGroup : dim;
-    float least = x[begin], largest = x[begin], check = 0;
+    float smallest = x[begin], largest = x[begin], check = 0;
     for (int d = begin; d < end; d++) {
-      least = x[d] < least ? x[d] : least;
+      smallest = x[d] < smallest ? x[d] : smallest;
       largest = x[d] > largest ? x[d] : largest;
       check += x[d] * 0.0f;
     }
@@ -93,7 +93,7 @@ inline void encode_int4(const float* x, int dim, char* codes, char* scales) {
       __builtin_memset(codes + begin / 2, 0, (end - begin) / 2);
       continue;
     }
-    uint16_t minimum = half_below(least);
+    uint16_t minimum = half_below(smallest);
     float base = half_to_float(minimum);
     uint16_t scale = half_above((largest - base) / 15.0f);
     put_half(scales, 2 * group, scale);

@@ -198,13 +198,13 @@ std::vector<LaunchList> GpuExecutable::attention(const Arrays& inputs, Gpu gpu) 
 }
 
 uint64_t GpuExecutable::workspace_bytes(const std::vector<LaunchList>& attention) const {
-  uint64_t most = std::max<uint64_t>(kChunkBytes, product_workspace_bytes_);
+  uint64_t max_bytes = std::max<uint64_t>(kChunkBytes, product_workspace_bytes_);
   for (const auto& list : attention) {
     for (uint64_t bytes : list.workspaces) {
-      most = std::max(most, bytes);
+      max_bytes = std::max(max_bytes, bytes);
     }
   }
-  return most;
+  return max_bytes;
 }
 
 std::vector<GpuExecutable::Step> GpuExecutable::ordered_steps(cuda::TmaKernels tma) const {

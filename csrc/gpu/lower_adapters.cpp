@@ -103,9 +103,9 @@ GpuLowering::Adapters GpuLowering::down_launch(const View& x, const std::vector<
   View adapters = dense_view(first[Lora::kAdapters], "numbers of adapters that are not dense");
   auto params = lora_params(first[Lora::kA], int(first[Lora::kAdapters].size()), columns);
   int num_targets = int(loras.size());
-  auto most = params;  // Products that replace lora_down may have more parts.
-  most.num_parts = std::max(params.num_parts, cuda::kAdapterMaxParts);
-  View hidden = new_buffer({lora_hidden_size(most, num_targets)}, mx::float32);
+  auto largest = params;  // Products that replace lora_down may have more parts.
+  largest.num_parts = std::max(params.num_parts, cuda::kAdapterMaxParts);
+  View hidden = new_buffer({lora_hidden_size(largest, num_targets)}, mx::float32);
   Launch down = lora_down_launch(params, num_targets, first[Lora::kA].dtype());
   read(down, x);
   read_now(x);
@@ -124,8 +124,8 @@ size_t GpuLowering::base_of(size_t lora) const {
   return graph_.index_of(*graph_.source_of(graph_.nodes()[lora].inputs[Lora::kBase], passed));
 }
 
-// Returns lora_up, for the next step. `finish`: the node that it computes in the place of the
-// loras' results, or null.
+// Returns lora_up, for the next step. `finish`: the node that it computes instead of the results of
+// the loras, or null.
 Launch GpuLowering::up_launch(
     const Adapters& made, const std::vector<View>& bases, const GraphNode* finish) {
   const auto& nodes = graph_.nodes();
