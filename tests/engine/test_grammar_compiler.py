@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from support.models import embedded
 from mlx_paged.engine.grammar import StructuredOutputs, probe
 from mlx_paged.engine.grammar import compiler as compiler_module
 from mlx_paged.engine.grammar.compiler import GrammarCompiler
-from mlx_paged.engine.grammar.jobs import Jobs, _mach_clock
+from mlx_paged.engine.grammar.jobs import Job, Jobs, _mach_clock
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import GrammarsBusyError, InvalidParameterError
 
@@ -416,6 +416,25 @@ def test_a_grammar_may_wait_for_the_machine() -> None:
         refused = AssertionError("it has used no time")
         assert compiler._jobs.wait(job, limit, lambda: refused).first_mask.any()
     assert num_looks >= 8
+
+
+@pytest.mark.parametrize("error", [None, TimeoutError("of the work")])
+def test_a_job_that_ends_as_a_pause_times_out(error: Exception | None) -> None:
+    class EndsLate(Future[int]):
+        def result(self, timeout: float | None = None) -> int:
+            if not self.done():
+                self.set_result(1) if error is None else self.set_exception(error)
+                raise TimeoutError
+            return super().result(timeout)
+
+    job = Job(int)
+    job.future = EndsLate()
+    refused = AssertionError("it has used no time")
+    if error is None:
+        assert Jobs(1).wait(job, 1.0, lambda: refused) == 1
+        return
+    with pytest.raises(TimeoutError, match="of the work"):
+        Jobs(1).wait(job, 1.0, lambda: refused)
 
 
 def test_many_new_grammars_at_once() -> None:

@@ -116,8 +116,9 @@ class Jobs:
             try:
                 return job.future.result(pause)
             except FutureTimeoutError:
-                if job.future.done():  # Then the timeout is an exception of the work.
-                    raise
+                # It may have ended since the pause, or the work itself raised this error.
+                if job.future.done():
+                    return job.future.result()
 
     async def wait_async(self, job: Job[T], limit: float, too_slow: Callable[[], Exception]) -> T:
         """Like `wait`, without blocking a thread."""
