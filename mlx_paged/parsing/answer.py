@@ -12,6 +12,7 @@ from mlx_paged.parsing.format import Parser, PlainText, ToolFormat
 from mlx_paged.parsing.lexer import Lexeme, Lexer, Unseen
 from mlx_paged.parsing.reasoning import ReasoningFormat
 from mlx_paged.parsing.reasoning_reader import ContentTrimmer, ReasoningParser
+from mlx_paged.parsing.surrogates import without_lone_surrogates
 
 NewId = Callable[[str, int], str]
 _Kind = type[events.ReasoningText | events.ContentText]
@@ -254,7 +255,7 @@ class AnswerReader:
     def _take(self, event: events.Event) -> Iterator[events.Event]:
         if isinstance(event, events.CallBegin):
             id = event.id if event.id is not None else self._new_id(event.name, self._num_calls)
-            event = events.CallBegin(event.name, id)
+            event = events.CallBegin(event.name, without_lone_surrogates(id))
             self._num_calls += 1
             self._input = InputReader() if event.name in self._custom else None
         for read in (event,) if self._input is None else self._with_input(event):
@@ -277,6 +278,9 @@ class AnswerReader:
     def _added(self, event: events.Event) -> events.Event:
         if isinstance(event, events.ContentText):
             event = events.ContentText(event.text, self.answer.separator(event.text))
+        elif isinstance(event, events.CallArguments):
+            # Strings in them may have been unescaped.
+            event = events.CallArguments(without_lone_surrogates(event.text))
         self.answer.add(event, self._tools)
         return event
 

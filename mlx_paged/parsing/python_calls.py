@@ -15,6 +15,7 @@ from mlx_paged.parsing.events import (
     Event,
 )
 from mlx_paged.parsing.schemas import ArgumentsWriter, properties_of
+from mlx_paged.parsing.surrogates import without_lone_surrogates
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NAME = re.compile(r"[\w.-]*")
@@ -111,9 +112,7 @@ class PythonString:
             text, self._surrogate = chr(self._surrogate) + text, 0
         if text and "\ud800" <= text[-1] <= "\udbff" and not self.has_ended:
             self._surrogate, text = ord(text[-1]), text[:-1]
-        if not text.isascii():
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return text
+        return without_lone_surrogates(text)
 
 
 class PythonCalls:

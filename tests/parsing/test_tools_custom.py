@@ -12,7 +12,7 @@ from support.tool_reading import Walker, read
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.custom import InputReader, arguments_of, custom_tool, with_pattern
-from mlx_paged.parsing.definitions import InputGrammar
+from mlx_paged.parsing.definitions import InputGrammar, Tool
 from mlx_paged.parsing.registry import format_of
 from mlx_paged.parsing.regular import MAX_SIZE, NotRegular, regular_expression
 from mlx_paged.server.turn_preparation import _prepared
@@ -117,6 +117,27 @@ def test_an_input_is_the_same_however_its_arguments_are_cut() -> None:
 def test_arguments_that_are_not_the_functions_are_no_loss(arguments, text) -> None:
     reader = InputReader()
     assert reader.feed(arguments) + reader.finish() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"name": "patch", "arguments": {"input": "%s"}}</tool_call>', "%s"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"%s\\"}"}</tool_call>',
+         '{"a": "%s"}'),
+        ("hermes", '<tool_call>{"id": "%s", "name": "f", "arguments": {}}</tool_call>', "{}"),
+        ("pythonic", "[f(a=['%s'])]", '{"a": ["%s"]}'),
+    ],
+)  # fmt: skip
+def test_lone_surrogates_in_calls_are_replaced(name: str, text: str, expected: str) -> None:
+    """UTF-8 cannot encode them, so no answer could be sent."""
+    f = Tool("f", parameters={"type": "object", "properties": {"a": {"type": "array"}}})
+    tools = (custom_tool("patch", None, FIELD), f)
+    for written, meant in (("x\\ud83dy\\udc00", "x\ufffdy\ufffd"), ("\\ud83d\\ude00", "😀")):
+        answer, _ = read(format_of(name, {}), tools, {}, [(0, text % written)])
+        [call] = answer.calls
+        assert call.arguments == (expected % meant if "%s" in expected else expected)
+        assert call.arguments.encode() and call.id.encode()
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
