@@ -78,6 +78,9 @@ class ChannelParser:
         calls: Reads bodies of calls, including their opening marker if that is in `begins_call`.
         begins_call: Markers that begin a call, whether a body is open or not.
         begins_with: The body that the prompt has opened; None: the prompt ends within a header.
+
+    Attributes:
+        in_reasoning: True if the last lexeme is reasoning, including its end marker.
     """
 
     def __init__(
@@ -106,10 +109,12 @@ class ChannelParser:
         }
         self._has_written: set[Body] = set()  # kinds with text so far
         self._separates = False  # True if a newline must precede the next text of this kind
+        self.in_reasoning = False
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         out: list[Event] = []
         text, is_marker = lexeme
+        self.in_reasoning = self._body is Body.REASONING
         self._is_first = self._is_first and not is_marker
         if self._body is Body.CALLS:
             ends = is_marker and text in (self._ends | self._opens) - self._begins_call

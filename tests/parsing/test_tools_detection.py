@@ -140,6 +140,7 @@ def test_formats_that_read_everything_have_a_reasoning_format(name: str) -> None
         list(reader.feed(token, piece))
     list(reader.finish())
     assert (reader.answer.reasoning, reader.answer.content) == ("Hm.", "Yes.")
+    assert reader.num_reasoning_tokens == len("Hm.") + 1  # the end marker
 
 
 @pytest.mark.parametrize(
