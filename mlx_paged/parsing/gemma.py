@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar
 
 from mlx_paged.errors import InvalidParameterError
@@ -28,6 +27,7 @@ from mlx_paged.parsing.schemas import (
     properties_of,
     resolved,
     types_of,
+    unquoted,
 )
 
 # Models forget "call", or write a colon too many.
@@ -426,8 +426,7 @@ class GemmaParser:
         text = text.strip()
         if text or self._open[-1] == "{":
             self._separate(pieces)
-            with suppress(ValueError):  # JSON's quotes
-                text = found if isinstance(found := json.loads(text), str) else text
+            text = unquoted(text)
             parameter = _ANY
             if len(self._open) == 1 and self._key in self._properties:
                 parameter = Parameter.of(self._properties[self._key], self._parameters)

@@ -294,7 +294,10 @@ class NamedJsonParser:
 
     def _tool_for(self, arguments: str) -> str | None:
         """Returns the only tool that takes some arguments; None if there is none, or several."""
-        keys = json.loads(arguments).keys()
+        try:
+            keys = json.loads(arguments).keys()
+        except (ValueError, RecursionError):  # thousands of digits, or of brackets
+            return None
         fitting = [
             tool.name
             for tool in self._tools

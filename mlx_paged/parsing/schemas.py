@@ -6,7 +6,6 @@ import ast
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -347,19 +346,19 @@ class ArgumentsWriter:
         if self._wrapper is not None:
             return self._unwrapped(self._wrapper, text)
         if self._parameter.is_string:  # The model says it is none: JSON, if it is valid.
-            with suppress(ValueError):
-                text = found if isinstance(found := json.loads(text), str) else text
+            text = unquoted(text)
         return self._parameter.to_json(text)
 
     def _unwrapped(self, name: str, text: str) -> str:
         """All parameters that one of them holds; or that one, if it does not."""
-        inner = text
-        with suppress(ValueError):
-            inner = found if isinstance(found := json.loads(text), str) else text
+        inner = unquoted(text)
         value = JsonValue()
         end, mended = value.take(inner)
         if value.has_ended and not value.is_broken and not inner[end:].strip():
-            read = json.loads(mended)
+            try:
+                read = json.loads(mended)
+            except (ValueError, RecursionError):  # thousands of digits, or of brackets
+                read = None
             if isinstance(read, dict) and read.keys() <= self._properties.keys():
                 self._num_parameters += len(read)
                 return "{" + mended[1:-1].strip() if read else ""
@@ -369,6 +368,16 @@ class ArgumentsWriter:
     def close(self) -> str:
         """All parameters were there."""
         return "}" if self._num_parameters else "{}"
+
+
+def unquoted(text: str) -> str:
+    """Returns the value of a JSON string; any other text unchanged."""
+    if text.lstrip()[:1] != '"':
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return text
 
 
 def _may_be_null(text: str) -> bool:

@@ -172,6 +172,21 @@ def test_names_in_ids_of_kimi(call_id: str, name: str) -> None:
     assert call.name == name
 
 
+@pytest.mark.parametrize("value", ["[" * 5_000 + "]" * 5_000, "9" * 5_000])
+def test_arguments_of_kimi_without_a_name_that_python_cannot_load(value: str) -> None:
+    """Python's JSON loader limits nesting and digits, so their tool is unknown."""
+    family = FAMILIES["kimi_k2"]
+    tokenizer = SmallTokenizer(family.tokens)
+    format = format_of("kimi_k2", tokenizer.added)
+    text = family.render([("now", {})]).replace("functions.now:0", "0")
+    text = text.replace("{}", f'{{"city": {value}}}')
+    reader = answer_reader(format, None, TOOLS, [], tokenizer.added, {})
+    for token, piece in tokenizer.encode(text):
+        list(reader.feed(token, piece))
+    list(reader.finish())
+    assert not reader.answer.calls and value in reader.answer.content
+
+
 def test_an_id_of_kimi_that_names_no_tool_is_text() -> None:
     family = FAMILIES["kimi_k2"]
     text = family.render([("now", {})]).replace("functions.now:0", "functions.other:4")

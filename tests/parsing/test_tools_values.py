@@ -212,6 +212,17 @@ def test_values_get_the_types_of_the_schema(schema: Any, text: str, expected: An
     assert written(parameters, [("v", text)], by_character=True) == at_once
 
 
+@pytest.mark.parametrize("value", ["[" * 5_000 + "]" * 5_000, "[" * 5_000, "9" * 5_000])
+@pytest.mark.parametrize("name", ["s", "arguments"])
+def test_values_that_python_cannot_load_are_strings(name: str, value: str) -> None:
+    """Python's JSON loader limits nesting and digits; models repeat themselves without limit."""
+    parameters = {"properties": {"s": {"type": "string"}}}
+    writer = ArgumentsWriter(parameters)
+    text = value if name == "s" else f'{{"s": {value}}}'
+    pieces = [writer.begin(name, is_string=False), writer.add(text), writer.end(), writer.close()]
+    assert json.loads("".join(pieces), parse_int=str)[name] == text
+
+
 def test_parameters_that_a_part_of_the_schema_names() -> None:
     parameters = {
         "allOf": [{"properties": {"a": {"type": "integer"}}}],
