@@ -348,10 +348,10 @@ def _llama4(vlm: Any, config: Mapping[str, Any]) -> None:
 
 
 def _nemotron_omni(vlm: Any, config: Mapping[str, Any]) -> None:
-    least = config.get("text_config", config.get("llm_config", {})).get("time_step_min")
+    min_step = config.get("text_config", config.get("llm_config", {})).get("time_step_min")
     for layer in vlm.language_model.layers:
-        if least is not None and hasattr(layer.mixer, "time_step_limit"):
-            layer.mixer.time_step_limit = (float(least), float("inf"))
+        if min_step is not None and hasattr(layer.mixer, "time_step_limit"):
+            layer.mixer.time_step_limit = (float(min_step), float("inf"))
 
 
 def _muse_glimmer(vlm: Any, config: Mapping[str, Any]) -> None:

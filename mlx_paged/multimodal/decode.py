@@ -390,7 +390,7 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> Audi
         import av
     except ImportError:
         raise missing("av", "clips and sounds") from None
-    most = int(limits.max_audio_seconds * rate)
+    max_samples = int(limits.max_audio_seconds * rate)
     chunks: list[np.ndarray] = []
     size = 0
     with _opened(content, "audio") as container:
@@ -406,7 +406,7 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> Audi
                 for part in resampler.resample(frame):
                     chunks.append(part.to_ndarray().reshape(-1))
                     size += chunks[-1].size
-                if size > most:
+                if size > max_samples:
                     raise _too_long(limits.max_audio_seconds)
         except (av.error.FFmpegError, EOFError):
             if not size:
@@ -417,7 +417,7 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> Audi
     samples = np.concatenate(chunks) if chunks else np.empty(0, np.float32)
     if not samples.size:
         raise Unusable("it has no sound")
-    if samples.size > most:
+    if samples.size > max_samples:
         raise _too_long(limits.max_audio_seconds)
     samples = np.nan_to_num(samples.astype(np.float32), nan=0.0, posinf=1.0, neginf=-1.0)
     return AudioClip(np.clip(samples, -1, 1), rate)

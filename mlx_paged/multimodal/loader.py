@@ -332,13 +332,13 @@ def check_counts(sources: Sequence[MediaSource], options: MediaOptions) -> None:
     for source in sources:
         kind = source.kind
         counts[kind] = counts.get(kind, 0) + 1
-        most = options.most(kind)
-        if counts[kind] > most:
+        max_items = options.max_items(kind)
+        if counts[kind] > max_items:
             total = sum(each.kind == kind for each in sources)
             raise InvalidMediaError(
                 source.part,
-                f"a prompt may have at most {most} of kind {kind!r} (limit_mm_per_prompt), and "
-                f"this one has {total}",
+                f"a prompt may have at most {max_items} of kind {kind!r} (limit_mm_per_prompt), "
+                f"and this one has {total}",
             )
 
 

@@ -66,7 +66,7 @@ def with_media(
         activations += activations * max_num_seqs // step_tokens
     # A step encodes before its forward pass, and frees the encoders' memory by then.
     for kind in _PROFILED:
-        if kind not in media.kinds or not options.most(kind):
+        if kind not in media.kinds or not options.max_items(kind):
             continue
         needed = tower_bytes(encode, media, kind, options, model_len)
         if room is not None and needed > room:
@@ -104,7 +104,7 @@ def tower_bytes(
             del inputs
         if len(measured) == 1:  # The processor resizes all items to one size.
             return max(measured.values())
-        return int(_extrapolated(measured, _most_rows(media, kind, options, model_len)))
+        return int(_extrapolated(measured, _max_rows(media, kind, options, model_len)))
     except Exception as error:  # from the processor or the encoder
         logger.warning("the memory of the tower for a %s was not measured: %s", kind, error)
         return max(measured.values(), default=0)
@@ -112,30 +112,33 @@ def tower_bytes(
 
 def _extrapolated(measured: dict[int, int], rows: int) -> float:
     """Extrapolates the bytes for a number of rows from those of one or two other numbers."""
-    (small, least), (large, most) = min(measured.items()), max(measured.items())
+    (small, small_bytes), (large, large_bytes) = min(measured.items()), max(measured.items())
     if rows <= large:
-        return most
-    squares = 0.0 if small == large else (most / large - least / small) / (large - small)
-    # At most quadratic growth, at least none.
-    squares = min(max(squares, 0.0), most / large**2)
-    return (most / large + squares * (rows - large)) * rows
+        return large_bytes
+    # bytes = (linear + quadratic * rows) * rows
+    quadratic = 0.0
+    if small != large:
+        quadratic = (large_bytes / large - small_bytes / small) / (large - small)
+    # Growth is at most quadratic, and at least linear.
+    quadratic = min(max(quadratic, 0.0), large_bytes / large**2)
+    return (large_bytes / large + quadratic * (rows - large)) * rows
 
 
-def _most_rows(media: Any, kind: Kind, options: MediaOptions, model_len: int | None) -> int:
+def _max_rows(media: Any, kind: Kind, options: MediaOptions, model_len: int | None) -> int:
     """Rows of the largest item that there can be in a prompt, or of a clip of usual frames."""
     pixels, found = options.limits.max_image_pixels, 0
     if kind == "video":
         pixels = min(
             pixels, options.limits.max_video_pixels // _frames(options), _PROFILED_FRAME_PIXELS
         )
-    side, most = _PROFILED[kind], max(1, math.isqrt(pixels))
+    side, max_side = _PROFILED[kind], max(1, math.isqrt(pixels))
     while True:
-        side = min(side, most)
+        side = min(side, max_side)
         inputs, num_tokens = _profile_item(media, kind, side, options)
         if model_len is not None and num_tokens >= model_len:
             return model_len
         # Processors reduce large items.
-        if inputs.num_rows <= found or side == most:
+        if inputs.num_rows <= found or side == max_side:
             return max(found, inputs.num_rows)
         found = inputs.num_rows
         side *= 2

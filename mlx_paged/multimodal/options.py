@@ -65,9 +65,9 @@ class MediaLimits:
                         f"media_limits.{name}", "a number of seconds above 0", value
                     )
                 continue
-            least = 0 if name in ("max_redirects", "cache_bytes") else 1
-            if type(value) is not int or value < least:
-                expected = f"an integer of at least {least}"
+            minimum = 0 if name in ("max_redirects", "cache_bytes") else 1
+            if type(value) is not int or value < minimum:
+                expected = f"an integer of at least {minimum}"
                 raise InvalidParameterError(f"media_limits.{name}", expected, value)
 
     @classmethod
@@ -244,7 +244,7 @@ class MediaOptions:
             dict(_mapping("mm_processor_kwargs", mm_processor_kwargs)),
         )
 
-    def most(self, kind: Kind) -> int:
+    def max_items(self, kind: Kind) -> int:
         """Returns the maximum items of a kind in a prompt."""
         return self.limit_per_prompt.get(kind, self.DEFAULT_LIMIT)
 

@@ -218,8 +218,8 @@ def _limit_memory() -> None:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = _MAX_MEMORY if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        limit = _MAX_MEMORY if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def main() -> None:

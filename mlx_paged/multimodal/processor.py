@@ -186,7 +186,7 @@ class MediaModel:
     def _probed_side(self) -> int | None:
         from PIL import Image
 
-        found, most = None, None
+        sufficient, largest = None, None
         for side in _PROBED_SIDES:
             square = Image.new("RGB", (side, side), (127, 127, 127))
             try:
@@ -195,13 +195,13 @@ class MediaModel:
                 logger.info("pictures are decoded at their full size: %s", error)
                 return None
             shapes = inputs.num_rows, {name: np.shape(a) for name, a in inputs.arrays.items()}
-            if most is None:
-                most = shapes
-            elif shapes == most:
-                found = side
+            if largest is None:
+                largest = shapes
+            elif shapes == largest:
+                sufficient = side
             else:
                 break
-        return found
+        return sufficient
 
     def process(
         self,
@@ -247,8 +247,8 @@ class MediaModel:
                     f"{len(given[kind])}"
                 )
         items: dict[Kind, Iterator[Any]] = {kind: iter(given[kind]) for kind in KINDS}
-        least = self._recipe.whole_from
-        whole = least is not None and len(places) >= least
+        whole_from = self._recipe.whole_from
+        whole = whole_from is not None and len(places) >= whole_from
         expanded = [
             (kind, self._expand_once(kind, next(items[kind]), whole=whole)) for _, _, kind in places
         ]

@@ -17,7 +17,7 @@ from mlx_paged.parsing.lexer import Lexeme
 # Text allowed before a call on its line: space, and a line that opens a block of code.
 _OPENING = re.compile(r"[ \t]*(?:```[a-zA-Z_]*[ \t]*\n[ \t]*)?")
 _MAY_BE_OPENING = re.compile(r"[ \t]*(?:`{1,2}|```[a-zA-Z_]*[ \t]*(?:\n[ \t]*)?)?")
-_LONGEST_OPENING = 200  # characters
+_MAX_OPENING_LENGTH = 200  # characters
 
 
 class BareCallsParser:
@@ -117,7 +117,7 @@ class BareCallsParser:
             self._marker = ""
             self._calls = self._reader()
             return end
-        if len(text) - at < _LONGEST_OPENING and _MAY_BE_OPENING.fullmatch(text, at):
+        if len(text) - at < _MAX_OPENING_LENGTH and _MAY_BE_OPENING.fullmatch(text, at):
             self._held = text[at:]
             return len(text)
         self._at_line_start = False

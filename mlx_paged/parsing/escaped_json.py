@@ -11,7 +11,7 @@ from mlx_paged.parsing.format import arguments_schema
 from mlx_paged.parsing.lark import Lark
 from mlx_paged.parsing.schemas import Schema, resolved, types_of
 
-_DEEPEST = 24
+_MAX_DEPTH = 24
 _INTEGER = r"/-?(0|[1-9][0-9]{0,30})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?/"
 # A backslash of the inner JSON is two, and a quote that it escapes is escaped once more.
@@ -35,7 +35,7 @@ def escaped_arguments(lark: Lark, tool: Tool, separators: tuple[str, str] | None
 
 def left_out(schema: Any, path: str, depth: int = 0) -> Iterator[tuple[str, object]]:
     """The keywords of a schema that `escaped_arguments` does not enforce: paths and values."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
     for key, value in schema.items():
         here = f"{path}.{key}"

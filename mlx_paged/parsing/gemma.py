@@ -33,7 +33,7 @@ from mlx_paged.parsing.schemas import (
 # Models forget "call", or write a colon too many.
 _HEAD = re.compile(r"\s*:?\s*(?:call\s*:+)?\s*([^\s{}<>:]{1,256})\s*")
 _BARE = "call:"  # beginning of a call without its marker
-_LONGEST_HEAD = 512  # characters
+_MAX_HEAD_LENGTH = 512  # characters
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.$-]+")
 _LITERAL = re.compile(r"|null|true|false|[-+.0-9eE]+")  # no string continues after it
 _ANY = Parameter(ALL_TYPES)
@@ -206,7 +206,7 @@ class GemmaParser:
         elif (
             bracket
             or lexeme.is_marker
-            or len(self._head) > _LONGEST_HEAD
+            or len(self._head) > _MAX_HEAD_LENGTH
             or not (self._marker or (self._may_be_bare(self._head) and "\n" not in self._head))
         ):
             self._follows_call = False
@@ -519,12 +519,12 @@ class _Values(SchemaRules):
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self._rule(schema.get("items", True))
-        fewest, most = int(schema.get("minItems", 0)), schema.get("maxItems")
-        if most is not None and int(most) <= 0:
+        min_items, max_items = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if max_items is not None and int(max_items) <= 0:
             return '"[]"'
-        limit = "" if most is None else int(most) - 1
-        some = f'{item} ("," {item}){{{max(fewest - 1, 0)},{limit}}}'
-        return f'"[" {some} "]"' if fewest else f'"[" ({some})? "]"'
+        limit = "" if max_items is None else int(max_items) - 1
+        some = f'{item} ("," {item}){{{max(min_items - 1, 0)},{limit}}}'
+        return f'"[" {some} "]"' if min_items else f'"[" ({some})? "]"'
 
     def _written(self, value: Any) -> str:
         """A value as the chat template writes it."""

@@ -28,7 +28,7 @@ CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
 CALL, RETURN = "<|call|>", "<|return|>"
 
 _ENDS = (END, CALL, RETURN)
-_LONGEST_HEADER = 512  # characters; a longer text is no header
+_MAX_HEADER_LENGTH = 512  # characters; a longer text is no header
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _CHANNELS = ("analysis", "commentary", "final")
@@ -278,7 +278,7 @@ def _split(text: str) -> tuple[str, str]:
 def _may_be_header(text: str) -> bool:
     """Returns True if a text is the beginning of a header."""
     header, rest = _split(text)
-    if not rest or len(text) > _LONGEST_HEADER:
+    if not rest or len(text) > _MAX_HEADER_LENGTH:
         return not rest
     if header.rstrip().endswith((CHANNEL, START)):  # a channel or a role that we do not know
         return not re.search(r"\s", rest)

@@ -12,7 +12,7 @@ from mlx_paged.parsing.json_blocks import CLOSERS
 from mlx_paged.parsing.json_calls import unpacked
 from mlx_paged.parsing.json_value import JsonValue
 
-_LONGEST_HEAD = 512  # characters
+_MAX_HEAD_LENGTH = 512  # characters
 _WORDS = {Hole.NAME: r"""[^\s{}<>"'()]{1,256}?""", Hole.ID: r"""[^\s{}<>"']{1,128}?"""}
 _NUMBER = r"\d{1,12}"
 _SPACES = r"\s*"
@@ -56,7 +56,7 @@ class Head:
 
     def may_begin(self, text: str) -> bool:
         """Returns True if a text may become a head."""
-        return len(text) < _LONGEST_HEAD and self._beginnings.has(text)
+        return len(text) < _MAX_HEAD_LENGTH and self._beginnings.has(text)
 
 
 def _units(text: str) -> list[str]:

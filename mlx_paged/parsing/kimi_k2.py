@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import ONE_TO_MAX_CALLS, Lark
 from mlx_paged.parsing.named_json import Marks, NamedJsonParser
 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s{}<>]+?)(?P<index>:\d+)?")
@@ -59,7 +59,7 @@ class KimiK2Format(ToolFormat):
             calls.append(f"{name} {index} {lark.literal(marks.arguments)} {arguments}")
         call = f"{lark.literal(marks.call)} {lark.rule(' | '.join(calls))}"
         call = lark.rule(f"{call} {lark.literal(marks.call_end)}")
-        rest = f"{call}{ONE_TO_MOST_CALLS if parallel else ''} {lark.literal(marks.block[1])}"
+        rest = f"{call}{ONE_TO_MAX_CALLS if parallel else ''} {lark.literal(marks.block[1])}"
         return lark.answer(
             marks.block[0],
             rest,

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.parsing.channels import Body, ChannelParser
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser
-from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import ONE_TO_MAX_CALLS, Lark
 from mlx_paged.parsing.schemas import Schema
 from mlx_paged.parsing.tagged import TaggedFormat
 from mlx_paged.parsing.tagged_parser import TaggedParser
@@ -83,7 +83,7 @@ class KimiK3Format(TaggedFormat):
             " | ".join(f"{lark.literal(self.tags.call)} {self._call(lark, tool)}" for tool in tools)
         )
         begin, end = lark.literal(_TOOLS), lark.literal(_TOOLS_END)
-        calls = lark.rule(f"{begin} {call}{ONE_TO_MOST_CALLS if parallel else ''} {end}")
+        calls = lark.rule(f"{begin} {call}{ONE_TO_MAX_CALLS if parallel else ''} {end}")
         opening, closing = lark.literal(_TEXT), lark.literal(_TEXT_END)
         frame = f"({opening})? ({closing})?"
         if required:

@@ -38,7 +38,7 @@ _FORMATS = {
 
 # A forced answer ends after at most 32 calls, whatever the model prefers.
 MORE_CALLS = "{0,31}"  # after the first
-ONE_TO_MOST_CALLS = "{1,32}"
+ONE_TO_MAX_CALLS = "{1,32}"
 
 
 class Lark:

@@ -18,7 +18,7 @@ from mlx_paged.parsing import schemas
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.events import CallArguments, CallBegin, CallEnd, ContentText, Event
 from mlx_paged.parsing.format import Parser, arguments_schema
-from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import ONE_TO_MAX_CALLS, Lark
 from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.nested_values import NestedFormat, SchemaRules
 from mlx_paged.parsing.parameters import parameter_lists
@@ -28,7 +28,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 _INVOKE, _INVOKE_END = re.compile(r'<invoke name="([^"\s]{1,256})">'), "</invoke>"
 _TAG = re.compile(r"<(/?)([^<>/\s][^<>\s]*)>")
 _ITEM = "item"
-_LONGEST_TAG = 512  # characters
+_MAX_TAG_LENGTH = 512  # characters
 
 
 class MinimaxM3Format(NestedFormat):
@@ -54,7 +54,7 @@ class MinimaxM3Format(NestedFormat):
             calls.append(f"{opening} {_Values(lark, tool).arguments()}")
         call = lark.rule(" | ".join(calls))
         end = lark.literal(f"\n{_TOKEN}{_END}")
-        rest = lark.rule(f"{call}{ONE_TO_MOST_CALLS if parallel else ''} {end}")
+        rest = lark.rule(f"{call}{ONE_TO_MAX_CALLS if parallel else ''} {end}")
         return lark.answer(
             _TOKEN + _BEGIN, rest, required=required, parallel=False, others=[_TOKEN]
         )
@@ -117,7 +117,7 @@ class MinimaxM3Parser:
             return
         tag = self._tag.lstrip()
         end = tag.find(">")
-        if (tag and tag[0] != "<") or (end < 0 and len(tag) > _LONGEST_TAG):
+        if (tag and tag[0] != "<") or (end < 0 and len(tag) > _MAX_TAG_LENGTH):
             yield from self._no_tag()
         elif end >= 0:
             self._tag = None
@@ -363,7 +363,7 @@ class _Values(SchemaRules):
     def _items(self, schema: Mapping[str, Any]) -> str:
         opening = self._lark.literal(f"{_TOKEN}<{_ITEM}>")
         item = f"({opening} {self._rule(schema['items'], _ITEM)})"
-        fewest, most = int(schema.get("minItems", 0)), schema.get("maxItems")
-        if most is not None and int(most) <= 0:
+        min_items, max_items = int(schema.get("minItems", 0)), schema.get("maxItems")
+        if max_items is not None and int(max_items) <= 0:
             return '""'
-        return f"{item}{{{fewest},{'' if most is None else int(most)}}}"
+        return f"{item}{{{min_items},{'' if max_items is None else int(max_items)}}}"

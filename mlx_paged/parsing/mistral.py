@@ -28,7 +28,7 @@ from mlx_paged.parsing.lexer import Lexeme
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _CALL_ID = re.compile("[a-zA-Z0-9]{9}")
-_LONGEST_NAME = 256  # characters, with space around it
+_MAX_NAME_LENGTH = 256  # characters, with space around it
 
 
 def new_id() -> str:
@@ -189,7 +189,7 @@ class MistralParser:
         if bracket >= 0 and name in self._known:  # without [ARGS]
             self._begin_arguments()
             self._in_arguments(Lexeme(text[bracket:]), out)
-        elif bracket >= 0 or len(name.split(maxsplit=1)) > 1 or len(self._name) > _LONGEST_NAME:
+        elif bracket >= 0 or len(name.split(maxsplit=1)) > 1 or len(self._name) > _MAX_NAME_LENGTH:
             self._as_text(out)
             if bracket >= 0:
                 self._in_text(Lexeme(text[bracket:]), out)
@@ -205,7 +205,7 @@ class MistralParser:
         if bracket:  # without [ARGS]
             self._begin_arguments()
             self._in_arguments(Lexeme(bracket + rest), out)
-        elif len(self._id) > _LONGEST_NAME:
+        elif len(self._id) > _MAX_NAME_LENGTH:
             self._as_text(out)
 
     def _begin_arguments(self) -> None:

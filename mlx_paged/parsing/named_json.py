@@ -13,7 +13,7 @@ from mlx_paged.parsing.json_calls import JsonArguments
 from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.schemas import properties_of
 
-_LONGEST_HEAD = 512  # characters between a call's marker and its arguments
+_MAX_HEAD_LENGTH = 512  # characters between a call's marker and its arguments
 
 _AFTER = CLOSERS + "`"  # characters that may be left over after arguments
 
@@ -163,7 +163,7 @@ class NamedJsonParser:
         else:
             self._raw.append(lexeme.text)
             self._noise.append(lexeme.text)
-            if sum(len(text.strip()) for text in self._raw) > _LONGEST_HEAD:
+            if sum(len(text.strip()) for text in self._raw) > _MAX_HEAD_LENGTH:
                 self._no_call(out)
 
     def _is_other(self, lexeme: Lexeme) -> bool:
@@ -197,7 +197,7 @@ class NamedJsonParser:
             part.append(before)
             self._raw.append(before)
             self._num_head += len(before.strip())
-            if self._num_head > _LONGEST_HEAD:
+            if self._num_head > _MAX_HEAD_LENGTH:
                 self._no_call(out)
                 self._outside(Lexeme(text[len(before) :]), out)
             elif at >= 0:

@@ -20,7 +20,7 @@ from mlx_paged.parsing.schemas import ArgumentsWriter
 
 _NEVER = "\ue0e5"  # no text has it
 _SPACE = "\ue0e4"  # stands for a text that is any space
-_LONGEST = 512  # maximum characters of a head, or of the text around a key
+_MAX_HEAD_LENGTH = 512  # maximum characters of a head, or of the text around a key
 _HOLES = {
     NAME: r"(?P<name>[^\s{}<>\"'()/]{1,256}?)",
     ID: r"(?P<id>[^\s{}<>\"']{1,128}?)",
@@ -56,7 +56,7 @@ class Pattern:
 
     def may_begin(self, text: str) -> bool:
         """Returns True if a text may become one, with the required text after it."""
-        return len(text) < _LONGEST and self._beginnings.has(text)
+        return len(text) < _MAX_HEAD_LENGTH and self._beginnings.has(text)
 
 
 def _units(text: str) -> list[str]:

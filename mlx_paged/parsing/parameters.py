@@ -73,25 +73,25 @@ class _Object(NamedTuple):
         parameters = self.parameters()
         if parameters is None:
             return []
-        least = max((_number(s.get("minProperties"), 0) for _, s in self.parts), default=0)
-        most = min(
+        min_count = max((_number(s.get("minProperties"), 0) for _, s in self.parts), default=0)
+        max_count = min(
             (_number(s.get("maxProperties"), len(parameters)) for _, s in self.parts),
             default=len(parameters),
         )
         optional = [i for i, (_, _, needed) in enumerate(parameters) if not needed]
         num_required = len(parameters) - len(optional)
-        most = min(most - num_required, len(optional))
-        least = max(0, least - num_required)
-        if most < 0:
+        max_count = min(max_count - num_required, len(optional))
+        min_count = max(0, min_count - num_required)
+        if max_count < 0:
             return []
-        if least > most:
-            return [] if least <= len(optional) else None
-        if comb(len(optional), most) * comb(most, least) > _MAX_LISTS:
+        if min_count > max_count:
+            return [] if min_count <= len(optional) else None
+        if comb(len(optional), max_count) * comb(max_count, min_count) > _MAX_LISTS:
             return None
         found = []
-        for kept in combinations(optional, most):
+        for kept in combinations(optional, max_count):
             # The first ones present; any of the later ones.
-            for first in combinations(kept, least):
+            for first in combinations(kept, min_count):
                 last = first[-1] if first else -1
                 found.append(
                     [

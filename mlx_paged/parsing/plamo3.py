@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import ONE_TO_MAX_CALLS, Lark
 from mlx_paged.parsing.named_json import Marks, NamedJsonParser
 
 
@@ -59,7 +59,7 @@ class Plamo3Format(ToolFormat):
         end = lark.literal(_MARKS.call_end + _REQUEST_END)
         call = lark.rule(f"({' | '.join(calls)}) {end}")
         rest = lark.rule(
-            f"{call}{ONE_TO_MOST_CALLS if parallel else ''} {lark.literal(_MARKS.block[1])}"
+            f"{call}{ONE_TO_MAX_CALLS if parallel else ''} {lark.literal(_MARKS.block[1])}"
         )
         return lark.answer(
             _MARKS.block[0],

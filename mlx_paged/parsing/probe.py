@@ -26,7 +26,7 @@ ARGUMENTS: Mapping[str, Any] = {"town": "Quebrada", "hours": 31}
 _TEXT = "Zyx"  # an answer without a call
 # Templates accept different ids, or read different information from them.
 _IDS = ("a1b2c3d4e", f"functions.{TOOL.name}:0")
-_LONGEST_END = 64  # maximum characters of a turn's end that may belong to a call
+_MAX_END_LENGTH = 64  # maximum characters of a turn's end that may belong to a call
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
@@ -65,7 +65,7 @@ def shown(chat_template: str) -> Shown:
         end = min(len(probe.common_suffix(whole, plain)), len(whole) - start)
         call = whole[start : len(whole) - end]
         if TOOL.name in call and str(ARGUMENTS["town"]) in call:
-            calls[call + whole[len(whole) - end :][:_LONGEST_END]] = None
+            calls[call + whole[len(whole) - end :][:_MAX_END_LENGTH]] = None
     offered = rendered([user_turn()], is_prompt=True)
     return Shown("\n".join([source, offered, *calls]), tuple(calls))
 

@@ -221,10 +221,10 @@ class _Reader:
         if token.text in ("?", "*", "+") and token.kind == "sign":
             times = self._next().text
         elif self._takes("~"):
-            least = most = self._next("number").text
+            min_times = max_times = self._next("number").text
             if self._takes(".."):
-                most = self._next("number").text
-            times = f"{{{least},{most}}}"
+                max_times = self._next("number").text
+            times = f"{{{min_times},{max_times}}}"
         if not times:
             return item
         return _Item(options=[[item]], times=times)

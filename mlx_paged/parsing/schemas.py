@@ -23,7 +23,7 @@ _MAX_REFERENCES = 64
 _MAX_PARTS = 1 << 12
 #: Names under which models put all arguments.
 WRAPPERS = ("arguments", "input")
-_LONGEST_NULL = 16  # characters, with space around it
+_MAX_NULL_LENGTH = 16  # characters, with space around it
 
 
 def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
@@ -384,7 +384,7 @@ def _may_be_null(text: str) -> bool:
     """Returns True if the text of a string or null may still become null."""
     begun = text.lstrip()
     bare = begun.rstrip()
-    if len(text) > _LONGEST_NULL:
+    if len(text) > _MAX_NULL_LENGTH:
         return False
     is_begun = bare == begun and ("null".startswith(bare) or "None".startswith(bare))
     return is_begun or bare in ("", "null", "None")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from mlx_paged.parsing.channels import Body, ChannelParser, channel_answer, message_rules
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser, ToolFormat, lark_arguments
-from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import ONE_TO_MAX_CALLS, Lark
 from mlx_paged.parsing.named_json import Marks, NamedJsonParser
 
 _THINK, _CONTENT, _CALLS = "<|think|>", "<|content|>", "<|tool_calls|>"
@@ -68,7 +68,7 @@ class SolarOpenFormat(ToolFormat):
             calls.append(f"{head} {lark.rule(lark_arguments(tool))}")
         opening, closing = lark.literal(_MARKS.call), lark.literal(_MARKS.call_end)
         call = lark.rule(f"{opening} {identity} ({' | '.join(calls)}) {closing}")
-        block = lark.rule(f"{lark.literal(_CALLS)} {call}{ONE_TO_MOST_CALLS if parallel else ''}")
+        block = lark.rule(f"{lark.literal(_CALLS)} {call}{ONE_TO_MAX_CALLS if parallel else ''}")
         return channel_answer(
             lark,
             self.markers,

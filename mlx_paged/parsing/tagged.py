@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser
-from mlx_paged.parsing.lark import ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import ONE_TO_MAX_CALLS, Lark
 from mlx_paged.parsing.parameter_format import ParameterFormat
 from mlx_paged.parsing.parameters import parameter_lists
 from mlx_paged.parsing.schemas import Schema, types_of
@@ -44,9 +44,7 @@ class TaggedFormat(ParameterFormat):
         opening = lark.literal(tags.newline + tags.before_call + tags.call)
         call = lark.rule(" | ".join(f"{opening} {self._call(lark, tool)}" for tool in tools))
         is_repeated = parallel and tags.has_shared_block
-        rest = (
-            f"{call}{ONE_TO_MOST_CALLS if is_repeated else ''} {lark.literal(tags.newline + end)}"
-        )
+        rest = f"{call}{ONE_TO_MAX_CALLS if is_repeated else ''} {lark.literal(tags.newline + end)}"
         # A call is read without its block, too.
         others = [*self.begins_call, tags.call, *tags.others]
         return lark.answer(

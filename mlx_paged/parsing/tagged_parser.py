@@ -19,8 +19,8 @@ from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.schemas import ArgumentsWriter, properties_of
 from mlx_paged.parsing.tags import Tags
 
-_LONGEST_NAME = 256  # characters; a longer text is no name
-_LONGEST_KEY = 2 * _LONGEST_NAME  # with its end
+_MAX_NAME_LENGTH = 256  # characters; a longer text is no name
+_MAX_KEY_LENGTH = 2 * _MAX_NAME_LENGTH  # with its end
 
 _State = Callable[[Lexeme], Iterator[Event]]
 
@@ -177,7 +177,7 @@ class TaggedParser:
             self._raw.append(lexeme.text)
         elif self._follows_call and lexeme.is_marker and lexeme.text in self._ends:
             return
-        elif not lexeme.is_marker and len("".join(self._noise) + lexeme.text) <= _LONGEST_NAME:
+        elif not lexeme.is_marker and len("".join(self._noise) + lexeme.text) <= _MAX_NAME_LENGTH:
             self._raw.append(lexeme.text)
             self._noise.append(lexeme.text)
         else:
@@ -250,7 +250,7 @@ class TaggedParser:
             yield from self._begin_call(self._name[:at].strip())
             if rest:
                 yield from self._in_arguments(Lexeme(rest))
-        elif at >= 0 or len(self._name) > _LONGEST_NAME + len(tags.name_end):
+        elif at >= 0 or len(self._name) > _MAX_NAME_LENGTH + len(tags.name_end):
             yield from self._no_call()
 
     def _leave_block(self) -> None:
@@ -339,7 +339,7 @@ class TaggedParser:
 
     def _in_key(self, lexeme: Lexeme) -> Iterator[Event]:
         ends = dict(self._tags.key_ends)
-        if self._ends_key(lexeme) or len(self._key) > _LONGEST_KEY:
+        if self._ends_key(lexeme) or len(self._key) > _MAX_KEY_LENGTH:
             yield from self._no_key(lexeme)
             return
         if lexeme.is_marker and self._tags.value:
@@ -467,7 +467,7 @@ class TaggedParser:
             found = None if tags.value else self._end_of_key(self._held_text)
             if found is not None:
                 is_end, self._held_text = True, self._held_text[: found[0]]
-            is_none = len(self._held_text) > _LONGEST_NAME
+            is_none = len(self._held_text) > _MAX_NAME_LENGTH
         if is_end and self._may_follow(self._held_text.strip()):
             yield from self._end_value()
         elif is_end or is_none:
@@ -496,7 +496,7 @@ class TaggedParser:
                 name, found, _ = name.partition(tags.name_end)
                 is_whole = bool(found)
             is_sure = is_sure or (is_whole and name.strip() in self._tools)
-            is_short = len(name) <= _LONGEST_NAME
+            is_short = len(name) <= _MAX_NAME_LENGTH
             self._in_held_name = not is_whole and not lexeme.is_marker and is_short
         if lexeme == (tags.call, True):
             self._in_held_name, self._held_text = True, ""
@@ -599,4 +599,4 @@ class TaggedParser:
 def _is_name(text: str) -> bool:
     """Returns True for a word, which can be a name."""
     name = text.strip()
-    return 0 < len(name) <= len(text) <= _LONGEST_NAME and not re.search(r"[\s<>{}]", name)
+    return 0 < len(name) <= len(text) <= _MAX_NAME_LENGTH and not re.search(r"[\s<>{}]", name)

@@ -14,7 +14,7 @@ from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser
 from mlx_paged.parsing.frames import FramedParser
 from mlx_paged.parsing.json_blocks import JsonBlockFormat, json_call
-from mlx_paged.parsing.lark import MORE_CALLS, ONE_TO_MOST_CALLS, Lark
+from mlx_paged.parsing.lark import MORE_CALLS, ONE_TO_MAX_CALLS, Lark
 
 _BEGIN, _END = "<tool_calls>", "</tool_calls>"
 _ANSWER = ("<answer>", "</answer>")
@@ -99,7 +99,7 @@ class MinimaxM1Format(_ToolCallsFormat):
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         line = f'{json_call(lark, tools)} "\\n"'
-        rest = f'"\\n" ({line}){ONE_TO_MOST_CALLS if parallel else ""} {lark.literal(_END)}'
+        rest = f'"\\n" ({line}){ONE_TO_MAX_CALLS if parallel else ""} {lark.literal(_END)}'
         return lark.answer(_BEGIN, lark.rule(rest), required=required, parallel=False)
 
 

@@ -108,7 +108,10 @@ def _media(served: ServedModel) -> responses.MediaInfo:
     options = served.info.config.media_options
     return {
         "kinds": {
-            kind: {"max_items": options.most(kind), "max_bytes": options.limits.max_bytes(kind)}
+            kind: {
+                "max_items": options.max_items(kind),
+                "max_bytes": options.limits.max_bytes(kind),
+            }
             for kind in served.media_kinds
         },
         "max_image_pixels": options.limits.max_image_pixels,

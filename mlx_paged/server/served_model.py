@@ -153,7 +153,7 @@ class ServedModel:
         """Kinds of media that requests may contain."""
         media, options = self.engine.media, self.info.config.media_options
         kinds = () if media is None else media.kinds
-        return tuple(kind for kind in KINDS if kind in kinds and options.most(kind))
+        return tuple(kind for kind in KINDS if kind in kinds and options.max_items(kind))
 
     @property
     def input_modalities(self) -> tuple[str, ...]:

@@ -720,7 +720,7 @@ def test_the_largest_item_is_what_limits_processor_and_context_let_in(monkeypatc
 
     def most(kind: Any, model_len: int | None = None, **limits: Any) -> int:
         options = EngineConfig(media_limits=limits).media_options
-        return media_memory._most_rows(Processor(), kind, options, model_len)
+        return media_memory._max_rows(Processor(), kind, options, model_len)
 
     assert most("image") == 1500
     monkeypatch.setattr(Processor, "most", 1 << 40)

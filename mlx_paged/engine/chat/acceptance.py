@@ -42,7 +42,7 @@ _MAX_SKELETONS = 150  # renders of a search
 _MAX_FORMS = 24  # of the conversation itself, if its skeleton hides why it is refused
 _MAX_MEDIA_FORMS = 6
 _MAX_SHAPES = 256  # of conversations whose rewrites are cached
-_LONGEST_PERIOD = 6  # messages
+_MAX_PERIOD = 6  # messages
 # Cost of a missing word, in units of `Rewrite.cost`. Text next to calls is a remark.
 _LOST, _LOST_REMARK, _REFUSED_LATER = 100, 20, 25
 _TOOL = {
@@ -393,7 +393,7 @@ def _shortened(messages: Messages) -> Messages:
     for message in messages:
         found.append(message)
         shapes.append(_shape(message))
-        for period in range(1, _LONGEST_PERIOD + 1):
+        for period in range(1, _MAX_PERIOD + 1):
             last = shapes[-period:]
             if len(shapes) >= 3 * period and shapes[-3 * period :] == last * 3:
                 del found[-period:], shapes[-period:]

@@ -17,7 +17,7 @@ from mlx_paged.parsing.reasoning import Reasoning, ReasoningTokens
 Words = npt.NDArray[np.int32]
 
 # Fewer masks than this are made on the calling thread, because waking others takes longer.
-_FEWEST_IN_PARALLEL = 4
+_MIN_PARALLEL_MASKS = 4
 
 
 class _Phase(Enum):
@@ -397,7 +397,7 @@ def fill_masks(matchers: Sequence[GrammarMatcher], words: Words) -> None:
         if backend is not None:
             filled.append((backend, i))
     num_bytes = words.shape[1] * words.itemsize
-    if len(filled) < _FEWEST_IN_PARALLEL:
+    if len(filled) < _MIN_PARALLEL_MASKS:
         for backend, i in filled:
             backend.unsafe_compute_mask_ptr(words[i].ctypes.data, num_bytes)
     else:

@@ -20,7 +20,7 @@ LENGTHS = (32, 16, 16)
 
 # If masks take long, states may grow without bounds; such answers are followed further.
 _SLOW_MASK = 0.01
-_LONGEST = 192  # tokens
+_MAX_TOKENS = 192
 # Seconds of this thread's work for all probes of a grammar, for grammars with slow masks, and for
 # grammars whose masks keep getting slower: any long answer would exceed the limits.
 _SECONDS, _SECONDS_IF_SLOW, _SECONDS_IF_GROWING = 0.1, 1.0, 3.0
@@ -54,7 +54,7 @@ class Prober:
         """
         words, rng = first_mask.copy(), random.Random(seed)
         times: list[float] = []
-        for num_tokens in range(1, _LONGEST):
+        for num_tokens in range(1, _MAX_TOKENS):
             taken = np.flatnonzero(words)
             word = int(taken[rng.randrange(len(taken))])
             bits = int(words[word]) & 0xFFFFFFFF
