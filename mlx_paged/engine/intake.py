@@ -44,8 +44,8 @@ from mlx_paged.engine.sampling.logprobs import LogprobReport, PromptReport
 from mlx_paged.engine.sampling.sequence_sampler import RequestSampling, SequenceSampler, TokenMask
 from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.errors import InvalidParameterError, RequestTooLargeError
-from mlx_paged.parsing.lexer import special_token_ids
 from mlx_paged.parsing.reasoning import ReasoningFormat
+from mlx_paged.parsing.special_tokens import special_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)

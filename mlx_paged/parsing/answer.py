@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from mlx_paged.parsing import events
 from mlx_paged.parsing.call_ids import new_call_id
@@ -15,7 +16,7 @@ from mlx_paged.parsing.reasoning_reader import ContentTrimmer, ReasoningParser
 from mlx_paged.parsing.surrogates import without_lone_surrogates
 
 NewId = Callable[[str, int], str]
-_Kind = type[events.ReasoningText | events.ContentText]
+_TextKind: TypeAlias = type[events.ReasoningText | events.ContentText]
 
 
 class ToolCall:
@@ -70,9 +71,7 @@ class Answer:
     """The contents of an answer so far."""
 
     def __init__(self) -> None:
-        self._items: list[
-            tuple[type[events.ReasoningText | events.ContentText], _Text] | ToolCall
-        ] = []
+        self._items: list[tuple[_TextKind, _Text] | ToolCall] = []
         self._content = _Text()
         self._ends_in_space = True  # the content
 

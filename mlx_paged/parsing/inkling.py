@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_paged.parsing.channels import Body, ChannelParser
+from mlx_paged.parsing.channels import Body, ChannelParser, message_rules
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.parsing.json_blocks import CallBlockParser
@@ -55,11 +55,7 @@ class InklingFormat(ToolFormat):
         """See the base. It begins at the answer's first token: the reasoning is a part of it."""
         lark = Lark(self.vocabulary)
         again = lark.literal(_AGAIN)
-        others = [marker for marker in self.markers if marker != _END]
-
-        def message(opening: str) -> str:
-            return lark.rule(f"{lark.literal(opening)} {lark.until(_END, others=others)} {again}")
-
+        message = message_rules(lark, self.markers, _END, _AGAIN)
         calls = []
         for tool in tools:
             name = json.dumps(tool.name, ensure_ascii=False)

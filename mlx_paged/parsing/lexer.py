@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 # An object or an array that may be a call, also in a code block or after another call.
@@ -214,22 +214,3 @@ def _overlap(text: str, marker: str) -> int:
         if text.endswith(marker[:length]):
             return length
     return 0
-
-
-def added_tokens(tokenizer: object) -> dict[str, int]:
-    """The tokens that a tokenizer takes whole wherever their text occurs, by text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(getattr(entry, "content", entry)): token for token, entry in added.items()}
-
-
-def special_token_ids(tokenizer: object) -> frozenset[int]:
-    """Returns the tokenizer's special tokens, which `skip_special_tokens` omits."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token for token, entry in added.items() if getattr(entry, "special", False)}
-    return frozenset(special | set(getattr(tokenizer, "all_special_ids", ())))
-
-
-def special_texts(tokenizer: object, special: Collection[int]) -> dict[int, str]:
-    """The text of each of some special tokens."""
-    convert = tokenizer.convert_ids_to_tokens  # type: ignore[attr-defined]
-    return {token: str(convert(token)) for token in special}

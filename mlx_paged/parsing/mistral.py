@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import random
 import re
-import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from mlx_paged.parsing.call_ids import new_call_id
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.events import (
     CallArguments,
@@ -26,14 +25,8 @@ from mlx_paged.parsing.lark import Lark
 from mlx_paged.parsing.lexer import Lexeme
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_ID_CHARACTERS = string.ascii_letters + string.digits
 _CALL_ID = re.compile("[a-zA-Z0-9]{9}")
 _MAX_NAME_LENGTH = 256  # characters, with space around it
-
-
-def new_id() -> str:
-    """An id as Mistral's templates demand them: nine letters and digits."""
-    return "".join(random.choices(_ID_CHARACTERS, k=9))
 
 
 class MistralFormat(ToolFormat):
@@ -213,13 +206,14 @@ class MistralParser:
         self._state = self._in_arguments
 
     def _begin(self, out: list[Event]) -> None:
+        name = self._name.strip()
         # One of several words is the id; the others are text.
         words = self._id.split()
         call_id = next((word for word in words if _CALL_ID.fullmatch(word)), "")
         call_id = call_id or (words[0] if len(words) == 1 else "")
         if rest := " ".join(word for word in words if word != call_id):
             out.append(ContentText(rest))
-        out.append(CallBegin(self._name.strip(), call_id or new_id()))
+        out.append(CallBegin(name, call_id or new_call_id(name, 0, "nine")))
         self._raw = []
         self._has_begun = True
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.derived_reasoning import derive_reasoning
+from mlx_paged.parsing.special_tokens import added_tokens, special_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class ReasoningTokens:
         self.end_token = added.get(format.end) if format.end_part is None else None
         parts = [p for p in (format.start, format.end_part, format.end) if p]
         markers = {token for text, token in added.items() if any(text in part for part in parts)}
-        self._boundaries = frozenset(_special_ids(tokenizer)) - markers
+        self._boundaries = special_token_ids(tokenizer) - markers
         self._texts: dict[int, str] = {}
 
     def begins(self, prompt: Sequence[int]) -> Reasoning:
@@ -178,18 +179,6 @@ class ReasoningTokens:
 def _sentinel(token: int) -> str:
     """Returns a token as two characters, the first of which is half a surrogate, so in no text."""
     return "\ud800" + chr(token)
-
-
-def added_tokens(tokenizer: Any) -> dict[str, int]:
-    """The tokens that a tokenizer takes whole wherever their text occurs, by text."""
-    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    return {str(getattr(entry, "content", entry)): int(token) for token, entry in added.items()}
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    special = {int(token) for token, entry in added.items() if getattr(entry, "special", True)}
-    return special | {int(token) for token in getattr(tokenizer, "all_special_ids", ())}
 
 
 def _think(*names: str) -> list[ReasoningFormat]:

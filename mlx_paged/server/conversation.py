@@ -14,7 +14,7 @@ from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import as_text
 from mlx_paged.engine.media import MediaPrompts, PreparedMedia
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.lexer import added_tokens, special_texts, special_token_ids
+from mlx_paged.parsing.special_tokens import added_tokens, special_texts, special_token_ids
 from mlx_paged.server.config import ServerConfig
 from mlx_paged.server.errors import bad_request, context_exceeded, shorten
 from mlx_paged.templates.variables import knows_tools

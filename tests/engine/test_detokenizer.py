@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.models import embedded
 
 from mlx_paged.engine.detokenizer import IncrementalDetokenizer
-from mlx_paged.parsing.lexer import special_token_ids
+from mlx_paged.parsing.special_tokens import special_token_ids
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 

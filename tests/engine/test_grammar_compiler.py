@@ -412,7 +412,7 @@ def test_a_grammar_may_wait_for_the_machine() -> None:
         mock.patch.object(GrammarCompiler, "_compile", late),
         mock.patch.object(compiler._jobs, "_pause", pause),
     ):
-        job = compiler._begun(StructuredOutputs(regex="a"))
+        job = compiler._job_for(StructuredOutputs(regex="a"))
         refused = AssertionError("it has used no time")
         assert compiler._jobs.wait(job, limit, lambda: refused).first_mask.any()
     assert num_looks >= 8

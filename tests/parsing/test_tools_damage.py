@@ -40,7 +40,7 @@ WORD = re.compile(r"(?<!\w)zq[a-z]{2}(?!\w)")
 
 @pytest.fixture(autouse=True)
 def same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mistral, "new_id", lambda: "call_1234")
+    monkeypatch.setattr(mistral, "new_call_id", lambda *_: "call_1234")
 
 
 class Words:

@@ -36,7 +36,7 @@ in_both_ways = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids that are made up are the same whenever an answer is read."""
-    monkeypatch.setattr(mistral, "new_id", lambda: "call_1234")
+    monkeypatch.setattr(mistral, "new_call_id", lambda *_: "call_1234")
 
 
 #: Try every split, and more of what is random.

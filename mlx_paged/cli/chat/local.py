@@ -26,7 +26,7 @@ from mlx_paged.parsing.definitions import Tool
 from mlx_paged.parsing.events import ContentText
 from mlx_paged.parsing.format import ToolFormat
 from mlx_paged.parsing.hermes import HermesFormat
-from mlx_paged.parsing.lexer import added_tokens, special_texts, special_token_ids
+from mlx_paged.parsing.special_tokens import added_tokens, special_texts, special_token_ids
 from mlx_paged.server.config import GenerationDefaults
 from mlx_paged.templates.variables import knows_tools
 

@@ -1,4 +1,4 @@
-"""GrammarCompiler: makes grammars of one model's tokens off the engine's thread, and keeps them."""
+"""GrammarCompiler: compiles grammars for one tokenizer off the engine's thread, and caches them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from copy import copy
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,15 +26,15 @@ from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.engine.grammar.schema_errors import one_line
 from mlx_paged.engine.grammar.structured_outputs import StructuredOutputs
 from mlx_paged.errors import InvalidParameterError
-from mlx_paged.parsing.reasoning import added_tokens
+from mlx_paged.parsing.special_tokens import added_tokens
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Maximum grammars compiling at the same time; others wait. A grammar that was refused for taking
-# too long counts until its thread ends.
-_MAX_AT_ONCE = 8
+# Maximum grammars compiling at the same time. A grammar that was refused for taking too long counts
+# until its thread ends.
+_MAX_COMPILING = 8
 _FIELD = "structured_outputs"
 
 
@@ -68,7 +69,7 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def tokenize(self, text: str) -> list[int]:
-        """Returns a text in tokens, for a matcher."""
+        """Returns the tokens of a text, for a matcher."""
         return self._tokenizer.tokenize_str(text)
 
 
@@ -108,36 +109,36 @@ class GrammarCompiler:
         self._cache_size = cache_size
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, Job[CompiledGrammar]] = OrderedDict()
-        self._jobs = Jobs(_MAX_AT_ONCE)
+        self._jobs = Jobs(_MAX_COMPILING)
         # This takes seconds for a large vocabulary and holds the interpreter's lock, so it runs
         # now, while the model is loaded, and not with the first request.
         self._tokenizer = _shared_tokenizer(tokenizer, size, self.eos_token_ids)
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's form of the tokenizer. Waits until it is made.
+        """llguidance's form of the tokenizer. Waits until it is built.
 
         Raises:
             InvalidParameterError: llguidance does not support the model's tokenizer.
         """
         return self._tokenizer.result()
 
-    def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+    def compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
         """Compiles a grammar, or returns it from the cache. Waits for it.
 
         Raises:
             GrammarsBusyError: Slow grammars are ahead of it.
             InvalidParameterError: It is invalid, cannot be enforced, or takes too long.
         """
-        self.tokenizer  # noqa: B018 (its time is not the grammar's)
-        too_slow = lambda: self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)  # noqa: E731
-        return self._jobs.wait(self._begun(wanted), self._timeout, too_slow)
+        self._tokenizer.result()  # Building it does not count against the grammar's timeout.
+        too_slow = partial(self._too_slow, f"{_FIELD}.{outputs.kind}", outputs.canonical_text)
+        return self._jobs.wait(self._job_for(outputs), self._timeout, too_slow)
 
-    async def compile_async(self, wanted: StructuredOutputs) -> CompiledGrammar:
+    async def compile_async(self, outputs: StructuredOutputs) -> CompiledGrammar:
         """Like `compile`, without blocking a thread."""
         await asyncio.shield(asyncio.wrap_future(self._tokenizer))
-        too_slow = lambda: self._too_slow(f"{_FIELD}.{wanted.kind}", wanted.canonical_text)  # noqa: E731
-        return await self._jobs.wait_async(self._begun(wanted), self._timeout, too_slow)
+        too_slow = partial(self._too_slow, f"{_FIELD}.{outputs.kind}", outputs.canonical_text)
+        return await self._jobs.wait_async(self._job_for(outputs), self._timeout, too_slow)
 
     async def prepare_async(self, work: Callable[[], T], about: Callable[[], tuple[str, Any]]) -> T:
         """Runs `work`, which prepares schemas for compilation, within the same limits.
@@ -149,27 +150,31 @@ class GrammarCompiler:
             GrammarsBusyError: See `compile`.
             InvalidParameterError: It takes too long, or `work` raises it.
         """
-        too_slow = lambda: self._too_slow(*about())  # noqa: E731
+
+        def too_slow() -> Exception:
+            return self._too_slow(*about())
+
         job = self._jobs.start(lambda: self._within_limit(work, too_slow))
         return await self._jobs.wait_async(job, self._timeout, too_slow)
 
-    def _begun(self, wanted: StructuredOutputs) -> Job[CompiledGrammar]:
-        """Returns the cached grammar for a text, or compiles it."""
-        key = wanted.canonical_text
+    def _job_for(self, outputs: StructuredOutputs) -> Job[CompiledGrammar]:
+        """Returns the cached job that compiles a grammar, or starts one."""
+        key = outputs.canonical_text
         with self._lock:
-            found = self._cache.get(key)
-            if found is None or _is_spent(found.future):
+            job = self._cache.get(key)
+            is_new = job is None or _is_spent(job.future)
+            if job is None or is_new:
                 self.num_compiled += 1
-                too_slow = self._too_slow(f"{_FIELD}.{wanted.kind}", key)
-                found = self._cache[key] = self._jobs.start(
-                    lambda: self._within_limit(lambda: self._compile(wanted), lambda: too_slow)
+                too_slow = partial(self._too_slow, f"{_FIELD}.{outputs.kind}", key)
+                job = self._cache[key] = self._jobs.start(
+                    lambda: self._within_limit(lambda: self._compile(outputs), too_slow)
                 )
             self._cache.move_to_end(key)
             while len(self._cache) > self._cache_size:
-                # Others may wait for one that is still compiling; it is dropped anyway.
+                # Requests that wait for an evicted job still get its result.
                 self._cache.popitem(last=False)
-        job = found
-        job.future.add_done_callback(lambda done: self._drop_failure(key, job))
+        if is_new:
+            job.future.add_done_callback(lambda done: self._drop_failure(key, job))
         return job
 
     def _drop_failure(self, key: str, job: Job[CompiledGrammar]) -> None:
@@ -179,10 +184,13 @@ class GrammarCompiler:
                     del self._cache[key]
 
     def _within_limit(self, work: Callable[[], T], too_slow: Callable[[], Exception]) -> T:
-        """Returns the result of `work`, or refuses it if it took too long, consistently."""
-        began = time.thread_time()
+        """Returns the result of `work`; refuses it if it took too long, even if no caller noticed.
+
+        So a grammar at the limit is not refused once and accepted the next time.
+        """
+        start = time.thread_time()
         result = work()
-        if time.thread_time() - began > self._timeout:
+        if time.thread_time() - start > self._timeout:
             raise too_slow()
         return result
 
@@ -193,43 +201,43 @@ class GrammarCompiler:
         )
         return InvalidParameterError(field, expected, given)
 
-    def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        text, relaxed, schemas = self._grammar_of(wanted)
+    def _compile(self, outputs: StructuredOutputs) -> CompiledGrammar:
+        text, relaxed, schemas = self._grammar_of(outputs)
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=LIMITS)
-        _require_no_error(matcher, wanted)
-        began = time.thread_time()
+        _require_no_error(matcher, outputs)
+        start = time.thread_time()
         compiled = CompiledGrammar(matcher, self.tokenizer, relaxed, self.num_words)
-        seconds = time.thread_time() - began
+        seconds = time.thread_time() - start
         if matcher.get_error().startswith("NoExtension") or not compiled.first_mask.any():
-            is_schema = wanted.kind == "json"
+            is_schema = outputs.kind == "json"
             expected = (
                 "a schema for which there is a value"
                 if is_schema
                 else "a grammar that some answer follows"
             )
-            raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
-        _require_no_error(matcher, wanted)  # The first mask may be too complex.
+            raise InvalidParameterError(f"{_FIELD}.{outputs.kind}", expected, _given(outputs))
+        _require_no_error(matcher, outputs)  # The first mask may be too complex.
         if seconds > MAX_FIRST_MASK:
             expected = "a grammar within the limits of this server (too many parts may come first)"
-            raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+            raise InvalidParameterError(f"{_FIELD}.{outputs.kind}", expected, _given(outputs))
         prober = probe.Prober()
         for pattern in probe.counting_patterns(schemas):
             # A probe of the whole grammar may not reach the texts with this pattern.
             alone = self._grammar_of_pattern(pattern)
             if alone is not None:
                 _require_no_error(
-                    prober.run(alone.matcher(), alone.first_mask, 0, max(probe.LENGTHS)), wanted
+                    prober.run(alone.matcher(), alone.first_mask, 0, max(probe.LENGTHS)), outputs
                 )
         for seed, length in enumerate(probe.LENGTHS):
             _require_no_error(
-                prober.run(compiled.matcher(), compiled.first_mask, seed, length), wanted
+                prober.run(compiled.matcher(), compiled.first_mask, seed, length), outputs
             )
             if prober.is_endless:
                 expected = (
                     "a grammar within the limits of this server (each token takes longer than the "
                     "one before: make it less ambiguous)"
                 )
-                raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+                raise InvalidParameterError(f"{_FIELD}.{outputs.kind}", expected, _given(outputs))
         if relaxed:
             logger.warning("structured outputs are not enforced in %s", ", ".join(relaxed))
         return compiled
@@ -242,43 +250,43 @@ class GrammarCompiler:
         compiled = CompiledGrammar(matcher, self.tokenizer, (), self.num_words)
         return None if matcher.is_error() else compiled
 
-    def _grammar_of(self, wanted: StructuredOutputs) -> tuple[str, tuple[str, ...], list[Any]]:
+    def _grammar_of(self, outputs: StructuredOutputs) -> tuple[str, tuple[str, ...], list[Any]]:
         """Returns llguidance's grammar, the relaxed paths, and the schemas in it."""
-        kind, field = wanted.kind, f"{_FIELD}.{wanted.kind}"
+        kind, field = outputs.kind, f"{_FIELD}.{outputs.kind}"
         json_options: dict[str, Any] = {
-            "whitespace_pattern": wanted.whitespace_pattern,
-            "disable_any_whitespace": wanted.disable_any_whitespace,
-            "disable_additional_properties": wanted.disable_additional_properties,
+            "whitespace_pattern": outputs.whitespace_pattern,
+            "disable_any_whitespace": outputs.disable_any_whitespace,
+            "disable_additional_properties": outputs.disable_additional_properties,
         }
         if kind in ("json", "json_object"):
-            schema = {"type": "object"} if kind == "json_object" else wanted.json_schema
+            schema = {"type": "object"} if kind == "json_object" else outputs.json_schema
             assert schema is not None
-            prepared = prepare_schema(schema, strict=wanted.strict, field=field, **json_options)
+            prepared = prepare_schema(schema, strict=outputs.strict, field=field, **json_options)
             text = json.dumps(prepared.schema, ensure_ascii=False)
             return LLMatcher.grammar_from_json_schema(text), prepared.relaxed, [prepared.schema]
-        if wanted.regex is not None:
-            return LLMatcher.grammar_from_regex(wanted.regex), (), []
-        if wanted.choice is not None:
-            return LLMatcher.grammar_from_lark(lark.choice(wanted.choice)), (), []
-        if wanted.grammar is not None:
+        if outputs.regex is not None:
+            return LLMatcher.grammar_from_regex(outputs.regex), (), []
+        if outputs.choice is not None:
+            return LLMatcher.grammar_from_lark(lark.choice(outputs.choice)), (), []
+        if outputs.grammar is not None:
             text, relaxed, schemas = lark.with_prepared_schemas(
-                lark.lark_of(wanted.grammar, field), strict=wanted.strict, field=field
+                lark.lark_of(outputs.grammar, field), strict=outputs.strict, field=field
             )
             return LLMatcher.grammar_from_lark(lark.without_forcing(text)), relaxed, schemas
-        assert isinstance(wanted.structural_tag, dict)
-        grammars = json.loads(lark.structural_tag(wanted.structural_tag, self.added_tokens, field))
+        assert isinstance(outputs.structural_tag, dict)
+        grammars = json.loads(lark.structural_tag(outputs.structural_tag, self.added_tokens, field))
         all_relaxed: tuple[str, ...] = ()
         all_schemas: list[Any] = []
         for each in grammars["grammars"]:
             each["lark_grammar"], relaxed, schemas = lark.with_prepared_schemas(
-                each["lark_grammar"], strict=wanted.strict, field=field, prepares=json_options
+                each["lark_grammar"], strict=outputs.strict, field=field, prepares=json_options
             )
             all_relaxed += relaxed
             all_schemas += schemas
         return json.dumps(grammars, ensure_ascii=False), all_relaxed, all_schemas
 
 
-def _require_no_error(matcher: LLMatcher, wanted: StructuredOutputs) -> None:
+def _require_no_error(matcher: LLMatcher, outputs: StructuredOutputs) -> None:
     if matcher.is_error():
         error = matcher.get_error().partition("<state>")[0]
         expected = f"a valid grammar ({one_line(error)})"
@@ -286,15 +294,15 @@ def _require_no_error(matcher: LLMatcher, wanted: StructuredOutputs) -> None:
             expected = "a grammar that every answer can follow to its end"
         elif is_limit(error):
             expected = f"a grammar within the limits of this server ({one_line(error)})"
-        raise InvalidParameterError(f"{_FIELD}.{wanted.kind}", expected, _given(wanted))
+        raise InvalidParameterError(f"{_FIELD}.{outputs.kind}", expected, _given(outputs))
 
 
 def _is_spent(compiled: Future[CompiledGrammar]) -> bool:
     return compiled.done() and compiled.exception() is None and compiled.result().is_spent
 
 
-def _given(wanted: StructuredOutputs) -> Any:
-    return getattr(wanted, wanted.kind)
+def _given(outputs: StructuredOutputs) -> Any:
+    return getattr(outputs, outputs.kind)
 
 
 def _backend_of(tokenizer: Any) -> Any:
@@ -338,10 +346,10 @@ def _shared_tokenizer(
 
 
 def _tokenizer_of(tokenizer: Any, size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
-    """llguidance's form of a tokenizer.
+    """Returns llguidance's form of a tokenizer.
 
     Raises:
-        InvalidParameterError: It has none of the forms that llguidance takes.
+        InvalidParameterError: It is neither a fast tokenizer nor one of tiktoken.
     """
     eos = sorted(token for token in eos_token_ids if 0 <= token < size) or None
     backend, encoding = _backend_of(tokenizer), _encoding_of(tokenizer)

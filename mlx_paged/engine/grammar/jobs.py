@@ -1,4 +1,4 @@
-"""Jobs: runs work on its own threads, each with a limit of CPU time.
+"""Jobs: runs work on daemon threads, with a limit on the CPU time of each job.
 
 The limit is on the thread's own time, so a busy machine delays answers without changing them.
 """
@@ -21,8 +21,8 @@ from mlx_paged.errors import GrammarsBusyError
 
 T = TypeVar("T")
 
-# Seconds between two looks at work that has almost used up its time, or has not begun.
-_LOOK = 0.05
+# Interval for polling a job that has not started, or has almost used up its time.
+_POLL_SECONDS = 0.05
 
 
 class Job(Generic[T]):
@@ -36,24 +36,24 @@ class Job(Generic[T]):
         self.future: Future[T] = Future()
         self._work: Callable[[], T] | None = work
         self._clock: Callable[[], float] | None = None
-        self._began = 0.0
+        self._start = 0.0
 
     @property
     def seconds(self) -> float:
-        """CPU seconds that it has used; 0 while it waits, or once it is done."""
+        """CPU seconds used so far; 0 before the job starts and after it ends."""
         clock = self._clock
         if clock is None:
             return 0.0
         try:
-            return clock() - self._began
+            return clock() - self._start
         except OSError:  # Its thread has just ended.
             return 0.0
 
     def run(self) -> None:
-        """Does the work, on the thread that calls."""
+        """Runs the work on the calling thread."""
         clock, work = _clock_of_this_thread(), self._work
         assert work is not None
-        self._began, self._clock, self._work = clock(), clock, None
+        self._start, self._clock, self._work = clock(), clock, None
         try:
             result = work()
         except BaseException as error:
@@ -65,9 +65,10 @@ class Job(Generic[T]):
 
 
 class Jobs:
-    """Threads that run one job after another. The interpreter's exit does not wait for them.
+    """Runs jobs on a bounded number of daemon threads.
 
-    A job cannot be interrupted and may take long, and an executor's threads would be joined.
+    A job cannot be interrupted, so the interpreter's exit must not wait for one. It would join the
+    threads of a `ThreadPoolExecutor`.
 
     Args:
         max_jobs: Maximum running jobs; the number of waiting jobs is not limited.
@@ -80,7 +81,7 @@ class Jobs:
         self._running: set[Job[Any]] = set()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Starts work as soon as it is its turn."""
+        """Queues work, and starts it as soon as a thread is free."""
         job = Job(work)
         with self._lock:
             if len(self._running) == self._max_jobs:
@@ -109,7 +110,8 @@ class Jobs:
             too_slow: The error for a job that takes longer.
 
         Raises:
-            GrammarsBusyError: It has not started, and all running jobs are over the limit.
+            GrammarsBusyError: The job has not started, and all running ones exceed the limit.
+            Exception: `too_slow`, or an exception of the work.
         """
         while True:
             pause = self._pause(job, limit, too_slow)
@@ -131,9 +133,9 @@ class Jobs:
         return waiting.result()
 
     def _pause(self, job: Job[Any], limit: float, too_slow: Callable[[], Exception]) -> float:
-        """Returns the seconds until the next look at a job."""
+        """Returns the seconds to wait before looking at a job again."""
         if job.future.done():
-            return _LOOK
+            return _POLL_SECONDS
         left = limit - job.seconds
         if left <= 0:
             raise too_slow()
@@ -143,8 +145,8 @@ class Jobs:
         if waits:
             if len(running) == self._max_jobs and all(each.seconds > limit for each in running):
                 raise GrammarsBusyError(len(running))
-            return _LOOK
-        return max(left, _LOOK)  # CPU time does not pass faster than real time.
+            return _POLL_SECONDS
+        return max(left, _POLL_SECONDS)  # CPU time does not pass faster than real time.
 
 
 def _clock_of_this_thread() -> Callable[[], float]:
@@ -160,8 +162,11 @@ def _clock_of_this_thread() -> Callable[[], float]:
 
 
 def _mach_clock(library: Any, thread: int) -> Callable[[], float]:
-    """macOS's clock: ``thread_info`` with THREAD_BASIC_INFO, whose first fields are seconds and
-    microseconds of user time, then those of system time."""
+    """Returns a clock for macOS.
+
+    It calls ``thread_info`` with THREAD_BASIC_INFO, whose first four fields are the seconds and
+    microseconds of user time, then those of system time.
+    """
     port_of, info_of = library.pthread_mach_thread_np, library.thread_info
     port_of.argtypes, port_of.restype = [ctypes.c_void_p], ctypes.c_uint32
     port, flavor, size = port_of(thread), 3, 10

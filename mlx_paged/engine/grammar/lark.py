@@ -12,11 +12,13 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.parsing.format import lark_literal
 
 # Keywords, and the tokens that contain none: strings, comments and regular expressions.
 _LEXEMES = re.compile(
     r"""(?P<json>%json\b)|(?P<options>%llguidance\b)|//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\\n])+/[imslux]*"""
 )
+_SPACE = re.compile(r"\s*")
 _GBNF_RULE = re.compile(r"(?m)^\s*[A-Za-z][\w-]*\s*::=")
 _ANY_TEXT = "TEXT: /(.|\\n)*/\n"
 
@@ -54,7 +56,7 @@ def without_forcing(lark: str) -> str:
         end = found.end()
         if not found["options"]:
             continue
-        start = end + len(lark[end:]) - len(lark[end:].lstrip())
+        start = _SPACE.match(lark, end).end()  # type: ignore[union-attr]
         try:
             options, after = json.JSONDecoder().raw_decode(lark, start)
         except (ValueError, RecursionError):
@@ -94,7 +96,7 @@ def with_prepared_schemas(
             parts.append(found.group())
             continue
         name = f"{field}.%json[{index}]"
-        start = end + len(lark[end:]) - len(lark[end:].lstrip())
+        start = _SPACE.match(lark, end).end()  # type: ignore[union-attr]
         try:
             schema, end = decoder.raw_decode(lark, start)
         except (ValueError, RecursionError) as error:
@@ -112,22 +114,6 @@ def with_prepared_schemas(
 def string(text: str) -> str:
     """Returns a text as a string of Lark."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def literal(text: str, added: Mapping[str, int]) -> str:
-    """Returns a text as strings of Lark and, for the added tokens in it, ``<[id]>``.
-
-    llguidance takes every added token for special: a string never matches one.
-
-    Args:
-        added: The added tokens of the tokenizer, by text.
-    """
-    names = sorted((name for name in added if name and name in text), key=len, reverse=True)
-    if not names:
-        return string(text)
-    pieces = re.split(f"({'|'.join(map(re.escape, names))})", text)
-    parts = [f"<[{added[p]}]>" if p in added else string(p) for p in pieces if p]
-    return " ".join(parts)
 
 
 def choice(texts: Sequence[str]) -> str:
@@ -204,7 +190,7 @@ class _TagWriter:
         return body
 
     def _const_string(self, format: Mapping[str, Any], field: str, is_last: bool) -> str:
-        return literal(_part(format, field, "value", str), self._added)
+        return lark_literal(_part(format, field, "value", str), self._added)
 
     def _json_schema(self, format: Mapping[str, Any], field: str, is_last: bool) -> str:
         schema = _part(format, field, "json_schema", (dict, bool))
@@ -242,7 +228,7 @@ class _TagWriter:
 
     def _tag(self, format: Mapping[str, Any], field: str, is_last: bool) -> str:
         begin = _part(format, field, "begin", str)
-        start = literal(begin, self._added) if begin else ""
+        start = lark_literal(begin, self._added) if begin else ""
         return f"{start} {self._body(format, field)}"
 
     def _body(self, tag: Mapping[str, Any], field: str, begun: str = "") -> str:
@@ -255,13 +241,13 @@ class _TagWriter:
         if not is_texts or not ends:
             raise InvalidParameterError(f"{field}.end", "a text, or several", tag.get("end"))
         content = _part(tag, field, "content", dict)
-        parts = [literal(begin, self._added)] if begin else []
+        parts = [lark_literal(begin, self._added)] if begin else []
         if content.get("type") == "any_text":
             parts.append(self._text_until(ends))
         else:
             parts.append(self._rule(self._format(content, f"{field}.content")))
             if any(ends):
-                parts.append(f"({' | '.join(literal(end, self._added) for end in ends)})")
+                parts.append(f"({' | '.join(lark_literal(end, self._added) for end in ends)})")
         return " ".join(parts)
 
     def _text_until(self, ends: Sequence[str]) -> str:
@@ -269,7 +255,7 @@ class _TagWriter:
             return "TEXT"
         bodies = []
         for end in ends:
-            written = literal(end, self._added)
+            written = lark_literal(end, self._added)
             if written.startswith("<["):
                 bodies.append(f"TEXT {written}")
             else:
@@ -317,7 +303,7 @@ class _TagWriter:
             bodies.setdefault(trigger, []).append(self._rule(self._body(tag, name, trigger)))
         parts, only = [], []
         for trigger, options in bodies.items():
-            written = literal(trigger, self._added)
+            written = lark_literal(trigger, self._added)
             rest = f"({' | '.join(options)})"
             only.append(f"{written} {rest}")
             if written.startswith("<["):
@@ -341,7 +327,7 @@ class _TagWriter:
             tags.append(self._rule(self._format({"type": "tag", **tag}, name)))
         if not tags:
             raise InvalidParameterError(f"{field}.tags", "at least one tag", tags)
-        separator = literal(_part(format, field, "separator", str), self._added)
+        separator = lark_literal(_part(format, field, "separator", str), self._added)
         tag = self._rule(" | ".join(tags))
         several = tag if _flag(format, field, "stop_after_first") else f"{tag} ({separator} {tag})*"
         return several if _flag(format, field, "at_least_one") else f"({several})?"

@@ -16,7 +16,7 @@ from mlx_paged.parsing.reasoning import Reasoning, ReasoningTokens
 
 Words = npt.NDArray[np.int32]
 
-# Fewer masks than this are made on the calling thread, because waking others takes longer.
+# Fewer masks than this are computed on the calling thread, because waking others takes longer.
 _MIN_PARALLEL_MASKS = 4
 
 
@@ -85,7 +85,7 @@ class GrammarMatcher:
     answer has others, because a step that runs again may sample another token.
 
     Attributes:
-        failed: Why no mask can be made; None otherwise.
+        failed: Why no mask can be computed; None if one can.
     """
 
     __slots__ = (
@@ -106,7 +106,10 @@ class GrammarMatcher:
     )
 
     def __init__(self, rules: GrammarRules, start: int) -> None:
-        """Args: start: tokens of the prompt."""
+        """Args:
+        rules: State shared with the request's other answers.
+        start: Number of prompt tokens.
+        """
         self._rules = rules
         self._start = start
         self.start_over()
@@ -117,8 +120,8 @@ class GrammarMatcher:
         self._matcher: LLMatcher | None = None
         self._is_stopped = False  # True if the matcher allows nothing more
         self._seen: list[int] = []
-        self._num_known = 0  # of these, that were not the newest
-        self._num_matched = 0  # matched characters of a marker at the end
+        self._num_known = 0  # number of these that were in `tokens` of `follow`, not in `newest`
+        self._num_matched = 0  # number of the last ones that the matcher consumed
         self._num_reasoning = 0
         self._forced = 0  # tokens of the forced end that have come
         self._start_at: int | None = None  # tokens of the start marker that have come; None: not it
@@ -232,18 +235,18 @@ class GrammarMatcher:
             (k for k in range(1, len(forced)) if tuple(self._seen[-k:]) == forced[:k]), default=0
         )
 
-    def _begin_answer(self, begun: str = "") -> None:
-        """Begins the answer. `begun` is the part of it in the last token of the reasoning."""
+    def _begin_answer(self, prefix: str = "") -> None:
+        """Begins the answer. `prefix` is its text in the last token of the reasoning."""
         self._phase = _Phase.ANSWER
         self._matcher, self._num_matched, self._tail = None, 0, ""
-        if begun and (matcher := self._begun()) is not None:
-            tokens = self._rules.grammar.tokenize(begun)  # type: ignore[union-attr]
+        if prefix and (matcher := self._active_matcher()) is not None:
+            tokens = self._rules.grammar.tokenize(prefix)  # type: ignore[union-attr]
             if matcher.try_consume_tokens(tokens) != len(tokens):
-                self.failed = f"its reasoning ended with {begun!r}, with which no answer begins"
+                self.failed = f"its reasoning ended with {prefix!r}, with which no answer begins"
             self._is_stopped = matcher.is_stopped()
 
     def _match(self, token: int) -> None:
-        matcher = self._begun()
+        matcher = self._active_matcher()
         if matcher is None or self._ended or self.failed is not None:
             self._num_matched = 0  # Anything after an end is discarded.
             return
@@ -260,7 +263,7 @@ class GrammarMatcher:
         else:
             self.failed = why(matcher)  # unless it is the start marker's
 
-    def _begun(self) -> LLMatcher | None:
+    def _active_matcher(self) -> LLMatcher | None:
         if self._matcher is None and self._rules.grammar is not None:
             self._matcher = self._rules.grammar.matcher()
             self._is_stopped = self._matcher.is_stopped()
@@ -276,7 +279,7 @@ class GrammarMatcher:
         """True if nothing can follow, so the answer ends."""
         if self._phase is not _Phase.ANSWER or self.failed is not None:
             return False
-        return self._begun() is not None and (
+        return self._active_matcher() is not None and (
             self._ended or (self._is_stopped and bool(self._seen))
         )
 
@@ -294,7 +297,8 @@ class GrammarMatcher:
         return () if matcher is None else tuple(matcher.compute_ff_tokens())
 
     def num_legal(self, tokens: Sequence[int]) -> int:
-        """Returns how many of these tokens may follow; in the reasoning, how many do not end it."""
+        """Returns how many of these tokens may follow. Within reasoning, all do up to a token that
+        ends the answer."""
         if self._phase is _Phase.REASONING:
             return next(
                 (i for i, t in enumerate(tokens) if self._rules.is_end(t, 1 << 31)), len(tokens)
@@ -303,10 +307,10 @@ class GrammarMatcher:
         return 0 if matcher is None else matcher.validate_tokens(list(tokens))
 
     def _answering(self) -> LLMatcher | None:
-        """Returns the matcher, if the answer has begun and is unfinished."""
+        """Returns the matcher, if the answer has prefix and is unfinished."""
         if self._phase is not _Phase.ANSWER or self.failed is not None or self._ended:
             return None
-        matcher = self._begun()
+        matcher = self._active_matcher()
         return None if self._is_stopped else matcher
 
     # Masks.
@@ -351,7 +355,7 @@ class GrammarMatcher:
             words[:] = rules.grammar.first_mask
             self.end_mask(words)
         else:
-            matcher = self._begun()
+            matcher = self._active_matcher()
             assert matcher is not None
             if not self._ended and not self._is_stopped:
                 return matcher
@@ -360,7 +364,7 @@ class GrammarMatcher:
 
     def end_mask(self, words: Words) -> None:
         """Adds tokens to a mask that the grammar does not know."""
-        rules, matcher = self._rules, self._begun()
+        rules, matcher = self._rules, self._active_matcher()
         assert matcher is not None
         if matcher.is_error():
             assert rules.grammar is not None

@@ -17,11 +17,11 @@ from mlx_paged.engine.grammar.references import (
     without_impossible_reference,
 )
 from mlx_paged.engine.grammar.schema_errors import (
-    Located,
+    Diagnosis,
+    diagnose,
     drop_counts,
     drop_look_around,
     drop_unsupported,
-    located,
     one_line,
     paths,
 )
@@ -58,8 +58,8 @@ _EMPTY: Mapping[str, Callable[[Any], bool]] = {
     "unevaluatedProperties": lambda v: v is True or v == {},
     "uniqueItems": lambda v: v is False,
 }
-# Answers do not contain numbers that differ by less from an excluded bound.
-_NEXT = 1e-9
+# Distance from an excluded bound to the nearest number that an answer may contain.
+_EPSILON = 1e-9
 _SATISFIABLE = "a JSON schema for which there is a value"
 # Next to these, the meaning of "unevaluated" depends on the value.
 _APPLICATORS = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
@@ -139,9 +139,9 @@ def prepare_schema(
         raise InvalidParameterError(path, expected, each["minProperties"])
     relaxed: list[str] = []
     if error is not None:
-        about = located(clean, error)
-        if strict or not about.is_unsupported:
-            raise _refusal(field, about)
+        cause = diagnose(clean, error)
+        if strict or not cause.is_unsupported:
+            raise _refusal(field, cause)
         options |= {"lenient": True, "coerce_one_of": True}
         clean, relaxed = _relax(clean, options, field)
     relaxed = [f"{field}{path}" for path in _as_written(schema, relaxed)]
@@ -152,7 +152,12 @@ def prepare_schema(
 def _error_of(
     schema: Schema, options: dict[str, Any], field: str
 ) -> tuple[str | None, dict[str, Any]]:
-    """llguidance's error for a schema, and the schema without references that have no value."""
+    """Returns llguidance's error for a schema, and the schema without references to schemas that no
+    value satisfies.
+
+    Raises:
+        InvalidParameterError: No value satisfies the schema.
+    """
     while isinstance(schema, dict):
         error = _problems(schema, options)[0]
         without = None if error is None else without_impossible_reference(schema, error)
@@ -172,12 +177,12 @@ def _relax(
         error, schema = _error_of(schema, options, field)
         if error is None:
             break
-        about = located(schema, error)
-        dropped = drop_unsupported(schema, error) if about.is_unsupported else []
+        cause = diagnose(schema, error)
+        dropped = drop_unsupported(schema, error) if cause.is_unsupported else []
         if not dropped:
-            raise _refusal(field, about)
+            raise _refusal(field, cause)
         relaxed += dropped
-    # Only paths within the request's schema count, not those within, say, a meta-schema.
+    # A warning about none of the schema's own keywords is reported with the path of the schema.
     warnings = _problems(schema, options)[1]
     return schema, relaxed + [path for text in warnings for path in paths(schema, text) or [""]]
 
@@ -224,7 +229,7 @@ def _with(schema: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problems(schema: dict[str, Any], options: dict[str, Any]) -> tuple[str | None, list[str]]:
-    """llguidance's error for a schema, or its warnings."""
+    """Returns llguidance's error for a schema (None if it is valid), and its warnings."""
     text = json.dumps(_with(schema, options), ensure_ascii=False)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(
         LLMatcher.grammar_from_json_schema(text), limits=LIMITS
@@ -232,8 +237,8 @@ def _problems(schema: dict[str, Any], options: dict[str, Any]) -> tuple[str | No
     return (messages[0], []) if is_error else (None, messages)
 
 
-def _refusal(field: str, about: Located) -> InvalidParameterError:
-    return InvalidParameterError(field + about.path, about.expected, about.value)
+def _refusal(field: str, cause: Diagnosis) -> InvalidParameterError:
+    return InvalidParameterError(field + cause.path, cause.expected, cause.value)
 
 
 # The schema for llguidance.
@@ -255,7 +260,7 @@ def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[
         if isinstance(spelled, dict) and spelled != final:
             error, spelled = _error_of(spelled, {}, field)
             if error is not None:
-                raise _refusal(field, located(spelled, error))
+                raise _refusal(field, diagnose(spelled, error))
         final = spelled
     if not isinstance(final, dict):
         raise InvalidParameterError(field, _SATISFIABLE, schema)
@@ -283,7 +288,7 @@ def _mend_bounds(schema: dict[str, Any]) -> None:
         ("exclusiveMaximum", open_bounds[1], "maximum", -1),
     ):
         if value is not None and value == int(value):
-            moved, given = value + sign * _NEXT, schema.get(other, value)
+            moved, given = value + sign * _EPSILON, schema.get(other, value)
             schema[other] = max(moved, given) if sign > 0 else min(moved, given)
             del schema[key]
 
@@ -331,7 +336,7 @@ def _stands_alone(schema: dict[str, Any]) -> bool:
 
 
 def _close(schema: dict[str, Any]) -> None:
-    """Gives the names of an object's other properties as a pattern."""
+    """Replaces `additionalProperties` by a pattern for all names that are not declared."""
     names = names_of(schema)
     if names and schema.get("additionalProperties", True) is not False:
         others = schema.pop("additionalProperties", {})
@@ -370,7 +375,8 @@ class _Cleaner:
 
 
 def _drop_unused(schema: dict[str, Any]) -> None:
-    """Returns keywords without effect: they need others, or are for another type."""
+    """Removes keywords without effect: they need others, or are for another type. Spells
+    `unevaluated` keywords as `additional` ones where both mean the same."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
@@ -402,10 +408,11 @@ def _allows_all_names(names: Any) -> bool:
     )
 
 
-# Places.
+# Checks.
 
 
 def _is_integer(schema: dict[str, Any]) -> bool:
+    """True if the numbers of a schema must be integers."""
     kinds = schema.get("type")
     return kinds == "integer" or (
         isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
@@ -413,10 +420,10 @@ def _is_integer(schema: dict[str, Any]) -> bool:
 
 
 def _is_exact(value: Any, *, is_integer: bool = False) -> bool:
-    """Returns True if llguidance writes a value unchanged; it reads large integers as floats.
+    """True if llguidance writes a value unchanged. It reads integers as 64-bit floats.
 
     Args:
-        is_integer: True if the schema requires an integer, so that it converts a float.
+        is_integer: True if the schema requires an integer, so that a float is converted, too.
     """
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))

@@ -32,11 +32,17 @@ _INVALID = re.compile(
 _WITHOUT_VALUE = "Unsatisfiable schema"
 
 
-class Found(NamedTuple):
-    """A keyword that an error is about."""
+class Keyword(NamedTuple):
+    """A keyword of a schema that a message is about.
+
+    Attributes:
+        path: Path of the keyword within the whole schema.
+        schema: The subschema that has it.
+        key: Its name.
+    """
 
     path: str
-    schema: dict[str, Any]  # that has it
+    schema: dict[str, Any]
     key: str
 
     @property
@@ -45,8 +51,8 @@ class Found(NamedTuple):
         return self.schema.get(self.key)
 
 
-class Located(NamedTuple):
-    """The subject of an error.
+class Diagnosis(NamedTuple):
+    """The cause of an error of llguidance.
 
     Attributes:
         path: Path of the keyword; empty if unknown.
@@ -67,40 +73,41 @@ def one_line(error: str, limit: int = 240) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def located(schema: dict[str, Any], error: str) -> Located:
-    """Returns the subject of an error of llguidance."""
-    found = _found(schema, error)
-    path, value = (found[0].path, found[0].value) if found else ("", schema)
+def diagnose(schema: dict[str, Any], error: str) -> Diagnosis:
+    """Returns the cause of an error of llguidance."""
+    keywords = _keywords_of(schema, error)
+    path, value = (keywords[0].path, keywords[0].value) if keywords else ("", schema)
     if error.startswith(_WITHOUT_VALUE):
         kind, is_unsupported = "a schema for which there is a value", False
     elif error.startswith("recursion limit"):
         kind, is_unsupported = "a schema of fewer levels", False
-    elif _INVALID.match(error) and not _is_other_regex(found, error):
+    elif _INVALID.match(error) and not _is_other_regex(keywords, error):
         kind, is_unsupported = "a valid JSON schema", False
     else:
         kind, is_unsupported = "a keyword that can be enforced", True
-    return Located(path, value, f"{kind} ({one_line(error)})", is_unsupported)
+    return Diagnosis(path, value, f"{kind} ({one_line(error)})", is_unsupported)
 
 
-def _is_other_regex(found: list[Found], error: str) -> bool:
-    """True if an error is about patterns that are regular expressions, but not of Rust's syntax."""
+def _is_other_regex(keywords: list[Keyword], error: str) -> bool:
+    """True if an error is about patterns that Python's `re` accepts and Rust's `regex` does not."""
     if "regex parse error" not in error:
         return False
     matches = _pattern_matcher(error)
-    for each in found:
-        patterns = [each.value] if isinstance(each.value, str) else each.value
+    for keyword in keywords:
+        value = keyword.value
+        patterns = [value] if isinstance(value, str) else value
         for pattern in patterns if isinstance(patterns, (list, dict)) else ():
             try:
                 if matches(pattern):
                     re.compile(pattern)
             except (re.error, RecursionError, OverflowError):
                 return False
-    return bool(found)
+    return bool(keywords)
 
 
 def paths(schema: dict[str, Any], message: str) -> list[str]:
     """Returns the paths of the keywords that an error or a warning of llguidance is about."""
-    return [found.path for found in _found(schema, message)]
+    return [keyword.path for keyword in _keywords_of(schema, message)]
 
 
 def drop_unsupported(schema: dict[str, Any], error: str) -> list[str]:
@@ -108,12 +115,11 @@ def drop_unsupported(schema: dict[str, Any], error: str) -> list[str]:
     if circular := _CIRCULAR.match(error):
         return _drop_circular(schema, circular.group(1))
     dropped = []
-    for path, each, key in _found(schema, error):
+    for path, subschema, key in _keywords_of(schema, error):
         if key == "patternProperties":
-            is_meant = _pattern_matcher(error)
-            dropped += _drop_patterns(path, each, is_meant)
+            dropped += _drop_patterns(path, subschema, _pattern_matcher(error))
         else:
-            del each[key]
+            del subschema[key]
             dropped.append(path)
     return dropped
 
@@ -124,35 +130,35 @@ def drop_look_around(schema: dict[str, Any]) -> list[str]:
     def looks_around(pattern: str) -> bool:
         return _LOOK_AROUND.search(pattern) is not None
 
-    found = []
-    for path, each in list(subschemas(schema)):
-        pattern = each.get("pattern")
+    dropped = []
+    for path, subschema in list(subschemas(schema)):
+        pattern = subschema.get("pattern")
         if isinstance(pattern, str) and looks_around(pattern):
-            del each["pattern"]
-            found.append(f"{path}.pattern")
-        if isinstance(each.get("patternProperties"), dict):
-            found += _drop_patterns(f"{path}.patternProperties", each, looks_around)
-    return found
+            del subschema["pattern"]
+            dropped.append(f"{path}.pattern")
+        if isinstance(subschema.get("patternProperties"), dict):
+            dropped += _drop_patterns(f"{path}.patternProperties", subschema, looks_around)
+    return dropped
 
 
 def drop_counts(schema: dict[str, Any]) -> list[str]:
-    """Removes minimum numbers of properties if llguidance counts optional ones as missing; returns
-    their paths."""
-    found = []
-    for path, each in list(subschemas(schema)):
-        properties, required = each.get("properties"), each.get("required", [])
-        counts = each.get("minProperties"), each.get("maxProperties")
+    """Removes each `minProperties` that llguidance would enforce without counting optional
+    properties; returns their paths."""
+    dropped = []
+    for path, subschema in list(subschemas(schema)):
+        properties, required = subschema.get("properties"), subschema.get("required", [])
+        counts = subschema.get("minProperties"), subschema.get("maxProperties")
         if (
             counts[0] is not None
             and counts not in ((1, None), (1, 1))  # llguidance counts these correctly.
-            and each.get("additionalProperties") is False
+            and subschema.get("additionalProperties") is False
             and isinstance(properties, dict)
             and isinstance(required, list)
             and any(name not in required for name in properties)
         ):
-            del each["minProperties"]
-            found.append(f"{path}.minProperties")
-    return found
+            del subschema["minProperties"]
+            dropped.append(f"{path}.minProperties")
+    return dropped
 
 
 def _drop_patterns(
@@ -163,7 +169,7 @@ def _drop_patterns(
     for pattern in dropped:
         del by_pattern[pattern]
     paths = [f"{path}.{pattern}" for pattern in dropped]
-    # Otherwise their properties would be refused, or have to match the rules for other ones.
+    # Otherwise it would apply to the properties that these patterns matched.
     if dropped and schema.get("additionalProperties", True) is not True:
         del schema["additionalProperties"]
         paths.append(f"{path.removesuffix('.patternProperties')}.additionalProperties")
@@ -189,19 +195,20 @@ def _drop_circular(schema: dict[str, Any], uri: str) -> list[str]:
     return dropped
 
 
-def _found(schema: dict[str, Any], message: str) -> list[Found]:
+def _keywords_of(schema: dict[str, Any], message: str) -> list[Keyword]:
+    """Returns the keywords of a schema that a message may be about."""
     matches = _matcher_of(message)
-    found = [
-        Found(f"{path}.{key}", each, key)
-        for path, each in subschemas(schema)
-        for key, value in each.items()
+    keywords = [
+        Keyword(f"{path}.{key}", subschema, key)
+        for path, subschema in subschemas(schema)
+        for key, value in subschema.items()
         if matches(key, value)
     ]
     if _is_about_patterns(message):
         # A short pattern occurs in any message.
-        longest = max((_longest_pattern(each, message) for each in found), default=0)
-        found = [each for each in found if _longest_pattern(each, message) == longest]
-    return found
+        longest = max((_longest_pattern(keyword, message) for keyword in keywords), default=0)
+        keywords = [k for k in keywords if _longest_pattern(k, message) == longest]
+    return keywords
 
 
 def _is_about_patterns(message: str) -> bool:
@@ -213,14 +220,15 @@ def _pattern_matcher(message: str) -> Callable[[str], bool]:
     """Recognizes the pattern that a message is about."""
     if disjoint := _NOT_DISJOINT.search(message):
         return lambda pattern: regex_to_lark(pattern, "") == disjoint.group(2)
-    said = one_line(message, 1 << 20)
+    text = one_line(message, 1 << 20)
     return lambda pattern: any(
-        one_line(spelled, 1 << 20) in said for spelled in (pattern, regex_to_lark(pattern, ""))
+        one_line(spelling, 1 << 20) in text for spelling in (pattern, regex_to_lark(pattern, ""))
     )
 
 
-def _longest_pattern(found: Found, message: str) -> int:
-    matches, value = _pattern_matcher(message), found.value
+def _longest_pattern(keyword: Keyword, message: str) -> int:
+    """Returns the length of a keyword's longest pattern that a message is about; 0 if none is."""
+    matches, value = _pattern_matcher(message), keyword.value
     patterns = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
     return max((len(p) for p in patterns if isinstance(p, str) and matches(p)), default=0)
 

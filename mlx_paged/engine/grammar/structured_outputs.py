@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the constraint on an answer, and the checks that need no model."""
+"""StructuredOutputs: the constraint on an answer, with the checks that need no model."""
 
 from __future__ import annotations
 

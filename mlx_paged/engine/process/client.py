@@ -46,7 +46,7 @@ from mlx_paged.engine.sampling_params import SamplingParams
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.errors import EngineDeadError, InvalidParameterError
 from mlx_paged.kernels import OnKernel
-from mlx_paged.parsing.lexer import special_token_ids
+from mlx_paged.parsing.special_tokens import special_token_ids
 
 logger = logging.getLogger(__name__)
 
