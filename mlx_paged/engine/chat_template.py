@@ -28,6 +28,8 @@ def render_chat(
     Args:
         tokenizer: mlx-lm's wrapper, or a tokenizer of transformers.
         messages: Passed on unchanged, including keys whose value is None.
+        add_generation_prompt: End the text with the beginning of an answer.
+        continue_final_message: End the text inside the last message.
         tools: OpenAI's format; None means no tools.
         chat_template: Jinja source that replaces the model's template.
         variables: Other variables of the template.

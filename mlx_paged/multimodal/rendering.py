@@ -41,14 +41,15 @@ def _forms_and_notes(
         yield _with_placeholders(messages, model), ()
         if any(m["role"] == "tool" and isinstance(m.get("content"), list) for m in messages):
             for form in forms_of(_after_tools(messages), model):
-                yield form, ("media in results of tools are the user's",)
+                yield form, ("media in tool results are moved to a user message",)
     else:
         yield [dict(message) for message in messages], ()
         yield [{**message, "content": _parts(message.get("content"))} for message in messages], ()
 
 
 def _after_tools(messages: Messages) -> list[Mapping[str, Any]]:
-    """The media of tools' results as the user's, behind these: few templates know them there."""
+    """Moves media from tool results to a user message after them: few templates accept media in
+    tool results."""
     found: list[Mapping[str, Any]] = []
     media: Content = []
     for message in messages:
@@ -99,7 +100,7 @@ def _with_placeholders(messages: Messages, model: Any) -> list[dict[str, Any]]:
 
 
 def is_complete(text: str, messages: Messages, model: Any) -> bool:
-    """Returns True if a template's text contains the users' texts and a place for each item.
+    """True if a template's text contains the users' texts and a placeholder for each item.
 
     Templates silently ignore contents in unknown forms; few raise.
     """
@@ -117,9 +118,9 @@ def is_complete(text: str, messages: Messages, model: Any) -> bool:
     if _AS_PYTHON in text and not any(_AS_PYTHON in each for each in texts):
         return False
     for kind, count in counts.items():
-        places = [model.placeholder(kind, i + 1) for i in range(count)]
-        # Users' texts are `literal` and contain no place.
-        if any(text.count(place) < places.count(place) for place in set(places)):
+        placeholders = [model.placeholder(kind, i + 1) for i in range(count)]
+        # Users' texts are `literal`, so they contain none.
+        if any(text.count(each) < placeholders.count(each) for each in set(placeholders)):
             return False
     return True
 
@@ -129,7 +130,7 @@ def rendered(
     model: Any,
     render: Callable[[Any], str],
     variants: Callable[[Messages], Iterable[tuple[Messages, Sequence[str]]]] | None = None,
-    tell: Callable[[Sequence[str]], None] = lambda lost: None,
+    log_losses: Callable[[Sequence[str]], None] = lambda lost: None,
 ) -> str:
     """Returns the text of a conversation in the first form that a template renders correctly.
 
@@ -138,7 +139,7 @@ def rendered(
         render: The template; it raises if it does not accept a form.
         variants: The conversation with other spellings of everything but media, each with its
             losses.
-        tell: Called with the losses of the text.
+        log_losses: Called with the losses of the returned text.
 
     Raises:
         Exception: The error of the first form, if the template accepts none.
@@ -153,11 +154,11 @@ def rendered(
                 refusal = refusal or error
                 continue
             if is_complete(text, messages, model):
-                tell([*lost, *moved])
+                log_losses([*lost, *moved])
                 return text
             first = first or (text, [*lost, *moved, "texts or media of the user are left out"])
     if first is None:
         assert refusal is not None
         raise refusal
-    tell(first[1])
-    return first[0]  # The places of media are counted once it is tokenized.
+    log_losses(first[1])
+    return first[0]  # `prompt.prepare` counts the placeholders.

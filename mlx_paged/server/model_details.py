@@ -20,12 +20,12 @@ from mlx_paged.gguf.errors import GGUFError
 from mlx_paged.gguf.reader import GGUFFile, parts_of
 from mlx_paged.model.config_files import model_len
 from mlx_paged.server.catalog import ModelStatus
-from mlx_paged.templates.variables import THINKS, knows_tools
+from mlx_paged.templates.variables import ENABLE_THINKING, knows_tools
 
 _MAX_HEADER = 100 << 20  # bytes; safetensors' own limit
 _MAX_CONFIG = 16 << 20
 # Strings in the templates of thinking models.
-_THINKING = (THINKS, "<think>", "<|channel|>analysis")
+_THINKING = (ENABLE_THINKING, "<think>", "<|channel|>analysis")
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import jinja2.meta
 from jinja2 import nodes
 
 #: Name under which APIs pass a request's choice of thinking.
-THINKS = "enable_thinking"
+ENABLE_THINKING = "enable_thinking"
 
 # transformers' tags for training masks, which Jinja's parser does not know.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 _ABOUT_THINKING = re.compile(r"think|reason", re.IGNORECASE)
 # Names of switches for thinking. Similar names, such as `preserve_thinking`, are about history.
-_WISH = re.compile(
+_SWITCH_NAME = re.compile(
     r"((enable|force|use|is|with|add|do|allow|disable|skip|no)_)?(thinking|think|reasoning|reason)"
     r"(_(enabled|disabled|on|off))?"
 )
@@ -90,7 +90,7 @@ def possible_switches(source: str) -> tuple[Switch, ...]:
 
 
 def _compared(parsed: nodes.Template, name: str) -> Iterator[Any]:
-    """Returns the constants that a variable, or an alias of it, is compared with."""
+    """Yields the constants that a variable, or an alias of it, is compared with."""
     known: set[tuple[str, ...]] = {(name,)}
     size = 0
     while size != len(known):  # an alias may have aliases
@@ -107,7 +107,7 @@ def _compared(parsed: nodes.Template, name: str) -> Iterator[Any]:
 
 
 def _of_namespace(assign: nodes.Assign, known: Collection[tuple[str, ...]]) -> Iterator[Any]:
-    """``set ns = namespace(mode=thinking_mode)`` makes an alias of ``ns.mode``."""
+    """Yields the aliases that ``set ns = namespace(mode=thinking_mode)`` makes: ``ns.mode``."""
     if isinstance(assign.node, nodes.Call) and isinstance(assign.target, nodes.Name):
         for keyword in assign.node.kwargs:
             if isinstance(keyword, nodes.Keyword) and _mentions(keyword.value, known):
@@ -175,10 +175,10 @@ def switches_of(source: str, render: Callable[[Mapping[str, Any]], str]) -> tupl
     return tuple(found)
 
 
-def with_wish(
+def with_thinking_choice(
     given: Mapping[str, Any], names: Collection[str], switches: Collection[Switch]
 ) -> dict[str, Any]:
-    """Returns the variables of a request, with its choice of thinking under the template's names.
+    """Returns a request's variables, with its choice to think or not under the template's names.
 
     Adds nothing if the request makes no choice. Changes no variable that the request sets, unless
     it asks for no reasoning with a word that the template does not know.
@@ -188,18 +188,18 @@ def with_wish(
         names: All variables that the template reads.
         switches: Switches of the template.
     """
-    wishes = {
+    choices = {
         name: value != (_NEGATIVE.search(name) is not None)
         for name, value in given.items()
-        if isinstance(value, bool) and _WISH.fullmatch(name)
+        if isinstance(value, bool) and _SWITCH_NAME.fullmatch(name)
     }
-    if not wishes or any(name in names for name in wishes):
+    if not choices or any(name in names for name in choices):
         return dict(given)
-    wish = wishes.get(THINKS, next(iter(wishes.values())))
+    wants_thinking = choices.get(ENABLE_THINKING, next(iter(choices.values())))
     found = dict(given)
     for switch in switches:
-        value = switch.on if wish else switch.off
-        asks_for_none = str(given.get(switch.name)).lower() == "none" and not wish
+        value = switch.on if wants_thinking else switch.off
+        asks_for_none = str(given.get(switch.name)).lower() == "none" and not wants_thinking
         is_open = switch.name not in given or (asks_for_none and "none" not in switch.values)
         if is_open and value is not None:
             found[switch.name] = value

@@ -349,9 +349,9 @@ def test_pictures_of_tools_can_be_the_users() -> None:
         return string_template(form)
 
     lost: list[str] = []
-    text = rendered(messages, Placeholders(), without_tools, tell=lost.extend)
+    text = rendered(messages, Placeholders(), without_tools, log_losses=lost.extend)
     assert text == "look|shot|<image-1>\nand?"
-    assert lost == ["media in results of tools are the user's"]
+    assert lost == ["media in tool results are moved to a user message"]
 
 
 def test_contents_are_joined_at_their_texts() -> None:

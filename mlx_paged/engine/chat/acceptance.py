@@ -1,10 +1,9 @@
 """Rewrites any legal conversation so that a chat template accepts it.
 
 Templates differ in the roles, orders and contents that they accept. Some raise on anything unknown,
-others silently ignore it. So a *skeleton* of the conversation is rendered first: the same messages,
-with a unique word for each text, name and argument. This is cheap, and words missing from the
-prompt show what the template dropped. The cheapest rewrites (`rewrites`) that render and lose the
-least are then applied to the conversation itself.
+others silently ignore it. So a skeleton of the conversation (`skeletons`) is rendered first, which
+is cheap and shows what the template drops. The rewrites (`rewrites`) with the lowest cost, for
+themselves and for what is dropped, are then applied to the conversation itself.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from mlx_paged.engine.chat.rewrites import (
@@ -29,6 +27,7 @@ from mlx_paged.engine.chat.rewrites import (
     spelled,
     with_ids,
 )
+from mlx_paged.engine.chat.skeletons import TOOL, Skeleton, shape, shortened
 from mlx_paged.engine.chat.tools_as_text import Messages
 from mlx_paged.parsing.call_ids import ID_FORMS
 
@@ -42,21 +41,7 @@ _MAX_SKELETONS = 150  # renders of a search
 _MAX_FORMS = 24  # of the conversation itself, if its skeleton hides why it is refused
 _MAX_MEDIA_FORMS = 6
 _MAX_SHAPES = 256  # of conversations whose rewrites are cached
-_MAX_PERIOD = 6  # messages
-# Cost of a missing word, in units of `Rewrite.cost`. Text next to calls is a remark.
-_LOST, _LOST_REMARK, _REFUSED_LATER = 100, 20, 25
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "tool",
-        "description": "A tool.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "A text."}},
-            "required": ["x"],
-        },
-    },
-}
+_REFUSED_LATER = 25  # cost, in units of `Rewrite.cost`
 
 
 class TemplateForms:
@@ -72,7 +57,7 @@ class TemplateForms:
     def __init__(self, render: Render) -> None:
         self.spelling = spelling_of(render)
         self._rewrites = rewrites(self.spelling)
-        self._found: dict[bytes, _Choice | None] = {}  # by the shape of conversations
+        self._choices: dict[bytes, _Choice | None] = {}  # by the shape of conversations
 
     def rendered(
         self,
@@ -84,10 +69,10 @@ class TemplateForms:
         """Returns the text of a conversation without media, as faithful as the template allows.
 
         Args:
-            messages: Messages of a `Conversation`.
+            messages: See `ChatRenderer.render`; contents have no media.
             tools: OpenAI's format.
             render: The template, with the variables of this request.
-            options: These variables.
+            options: These variables, as a cache key.
 
         Raises:
             Exception: The template's own error, if it accepts no form.
@@ -109,9 +94,9 @@ class TemplateForms:
                 refusal = refusal or error
             else:
                 if chosen is not None and applied == chosen.rewrites:
-                    tell(chosen.lost)
+                    log_losses(chosen.lost)
                 else:
-                    tell(self._lost(plain, applied, tools, render))
+                    log_losses(self._lost(plain, applied, tools, render))
                 return text
         assert refusal is not None
         raise refusal
@@ -164,11 +149,11 @@ class TemplateForms:
         Args:
             plain: The conversation in the normal form.
         """
-        short = _shortened(plain)
-        shapes = repr(([_shape(message) for message in short], bool(tools), options))
+        short = shortened(plain)
+        shapes = repr(([shape(message) for message in short], bool(tools), options))
         key = hashlib.sha256(shapes.encode(errors="replace")).digest()
-        if key not in self._found:
-            small_tools = [_TOOL] if tools else []
+        if key not in self._choices:
+            small_tools = [TOOL] if tools else []
             found = _cheapest(
                 Skeleton.of(short),
                 _continued(short),
@@ -179,20 +164,20 @@ class TemplateForms:
             choice = None
             if found is not None:
                 choice = _Choice(found, self._lost(short, found, tools, render))
-            if len(self._found) >= _MAX_SHAPES:
-                self._found.clear()
-            self._found[key] = choice
-        return self._found[key]
+            if len(self._choices) >= _MAX_SHAPES:
+                self._choices.clear()
+            self._choices[key] = choice
+        return self._choices[key]
 
     def _lost(
         self, plain: Messages, applied: Sequence[Rewrite], tools: Tools, render: Render
     ) -> list[str]:
         """Returns the losses of a conversation: by rewrites, and by texts that the template leaves
         out."""
-        skeleton = Skeleton.of(_shortened(plain))
+        skeleton = Skeleton.of(shortened(plain))
         form = spelled(_applied(skeleton.messages, applied), self.spelling)
         lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
-        return lost + skeleton.left_out(form, lambda form: render(form, [_TOOL] if tools else []))
+        return lost + skeleton.left_out(form, lambda form: render(form, [TOOL] if tools else []))
 
 
 class _Choice(NamedTuple):
@@ -202,8 +187,8 @@ class _Choice(NamedTuple):
     lost: list[str]
 
 
-def tell(lost: Sequence[str]) -> None:
-    """Logs what a prompt has lost of its conversation, if anything."""
+def log_losses(lost: Sequence[str]) -> None:
+    """Logs the parts of a conversation that are missing from its prompt, if any."""
     if lost:
         logger.warning("for the chat template, %s", "; ".join(lost))
 
@@ -215,11 +200,10 @@ def _texts(content: str | list[Any]) -> str:
 
 
 def with_tools(form: Messages, tools: Tools, render: Render) -> str:
-    """Returns the text of a form of a conversation, with the tools in a form that the template
-    takes.
+    """Renders a conversation, with the tools in the first form that the template accepts.
 
     Raises:
-        Exception: The template refuses it; its error for the tools as they are.
+        Exception: The template accepts none; its error for the tools as given.
     """
     refusal: Exception | None = None
     for given in forms_of_tools(tools) if tools else ([],):
@@ -232,29 +216,30 @@ def with_tools(form: Messages, tools: Tools, render: Render) -> str:
 
 
 def spelling_of(render: Render) -> Spelling:
-    """Returns the spelling that a template takes, by a small conversation with a call."""
-    best, least_lost = Spelling(), math.inf
+    """Returns the spelling that a template accepts, found with a small conversation with a call."""
+    best, min_penalty = Spelling(), math.inf
     empties: tuple[Literal["absent", "null", "text"], ...] = ("absent", "null", "text")
     for as_lists in (False, True):
         for ids, objects, empty in itertools.product(ID_FORMS, (True, False), empties):
             spelling = Spelling(objects, empty, ids)
             skeleton = Skeleton.of(with_ids(_sample(as_lists), ids))
-            lost = skeleton.penalty(
-                spelled(skeleton.messages, spelling), lambda m: render(m, [_TOOL])
+            penalty = skeleton.penalty(
+                spelled(skeleton.messages, spelling), lambda m: render(m, [TOOL])
             )
-            if lost < least_lost:
-                best, least_lost = spelling, lost
-            if not lost:
+            if penalty < min_penalty:
+                best, min_penalty = spelling, penalty
+            if not penalty:
                 return replace(best, between=_between(render, best))
     return replace(best, between=_between(render, best))
 
 
 def _between(render: Render, spelling: Spelling) -> str:
-    """Returns the text between reasoning and a text for the user, if a template writes channels."""
+    """Returns the separator between reasoning and content: a new message if a template writes
+    channels."""
     messages = normal(with_ids(_sample(as_lists=False), spelling.ids))
     messages[1] |= {"thinking": "zqthought", "reasoning": "zqthought"}
     try:
-        text = render(spelled(messages, spelling), [_TOOL])
+        text = render(spelled(messages, spelling), [TOOL])
     except Exception:  # Templates may raise anything.
         return spelling.between
     if "<|channel|>analysis<|message|>zqthought" not in text:
@@ -271,159 +256,6 @@ def _sample(as_lists: bool) -> Messages:
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": text},
     ]
-
-
-# Skeletons.
-
-
-@dataclass
-class Skeleton:
-    """A conversation with words in place of its texts.
-
-    Attributes:
-        messages: In the normal form.
-        words: Words that a prompt must contain, with their meanings.
-        remarks: Words that it should contain: texts next to calls.
-        objects: Arguments as Python would show them. A template that does so needs JSON text.
-    """
-
-    messages: Messages = field(default_factory=list)
-    words: dict[str, str] = field(default_factory=dict)
-    remarks: dict[str, str] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
-    _count: int = 0
-
-    @classmethod
-    def of(cls, messages: Messages) -> Skeleton:
-        """Returns the skeleton of a conversation in the normal form."""
-        skeleton = cls()
-        names: dict[str, str] = {}
-        for message in messages:
-            skeleton.messages.append(skeleton._message(message, names))
-        return skeleton
-
-    def penalty(self, form: Messages, render: Callable[[Messages], str]) -> float:
-        """Returns how much a template leaves out of a form of the messages; infinite if it refuses
-        them."""
-        try:
-            text = render(form)
-        except Exception:  # Templates may raise anything.
-            return math.inf
-        lost = sum(word not in text for word in self.words)
-        lost += sum(shown in text for shown in self.objects)
-        if any(message.get("content", "") is None for message in form):
-            lost += "None" in text
-        if any(isinstance(message.get("content"), list) for message in form):
-            lost += any(part in text for part in ("'type': 'text'", '"type": "text"'))
-        return lost * _LOST + any(word not in text for word in self.remarks) * _LOST_REMARK
-
-    def left_out(self, form: Messages, render: Callable[[Messages], str]) -> list[str]:
-        """Returns the words that a template silently leaves out of a form of the messages."""
-        try:
-            text = render(form)
-        except Exception:  # Templates may raise anything.
-            return []
-        meanings = {**self.words, **self.remarks}
-        missing = dict.fromkeys(meanings[word] for word in meanings if word not in text)
-        return [f"left out: {', '.join(missing)}"] if missing else []
-
-    def _text(self, text: str, words: dict[str, str], meaning: str) -> str:
-        if not text.strip():
-            return text
-        self._count += 1
-        word = f"zq{self._count}qz"
-        words[word] = meaning
-        return word
-
-    def _message(self, message: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
-        found = dict(message)
-        words, meaning = self.words, f"text of the role {message['role']}"
-        if message.get("tool_calls"):
-            words, meaning = self.remarks, "text beside calls"
-        content = message.get("content")
-        if isinstance(content, str):
-            found["content"] = self._text(content, words, meaning)
-        elif isinstance(content, list):
-            found["content"] = [self._text(part, words, meaning) for part in content]
-        for key in ("reasoning", "reasoning_content", "thinking"):  # Few show it in old turns.
-            if key in found:
-                found[key] = "zqthought"
-        if calls := message.get("tool_calls"):
-            found["tool_calls"] = [self._call(call, names) for call in calls]
-        elif (id := message.get("tool_call_id")) in names:
-            found["tool_call_id"] = _renamed(id, message.get("name", ""), names[id])
-            found["name"] = "zqname"  # The original value does not show that the call has one.
-        return found
-
-    def _call(self, call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
-        name, id = call["function"]["name"], call.get("id")
-        word = self._text(name, self.words, "the name of a called tool")
-        arguments = self.arguments(call["function"].get("arguments"))
-        found = {**call, "function": {**call["function"], "name": word, "arguments": arguments}}
-        if id is not None:
-            names[id] = word
-            found["id"] = _renamed(id, name, word)
-        return found
-
-    def arguments(self, arguments: Any) -> Any:
-        """Arguments with words in place of their first key and value."""
-        meaning = "the arguments of a call"
-        try:
-            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):  # of a call that was cut
-            return self._text("cut", self.words, meaning)
-        if not isinstance(value, dict):
-            return json.dumps(self._text("value", self.words, meaning))
-        if not value:
-            return "{}"
-        key, inner = (self._text(text, self.words, meaning) for text in ("key", "value"))
-        self.objects.append(str({key: inner}))
-        return json.dumps({key: inner})
-
-
-def _renamed(id: str, name: str, word: str) -> str:
-    """Returns an id with the word of a tool, because Kimi's ids contain the tool's name."""
-    return id.replace(f".{name}:", f".{word}:")
-
-
-def _shortened(messages: Messages) -> Messages:
-    """Returns a long conversation without turns of a form that has come twice in a row."""
-    found: Messages = []
-    shapes: list[Any] = []
-    for message in messages:
-        found.append(message)
-        shapes.append(_shape(message))
-        for period in range(1, _MAX_PERIOD + 1):
-            last = shapes[-period:]
-            if len(shapes) >= 3 * period and shapes[-3 * period :] == last * 3:
-                del found[-period:], shapes[-period:]
-                break
-    return found
-
-
-def _shape(message: Mapping[str, Any]) -> Any:
-    """Returns the properties by which a template may distinguish messages, besides their texts."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        name, arguments = call["function"]["name"], call["function"].get("arguments")
-        calls.append((_id_shape(call.get("id"), name), Skeleton().arguments(arguments)))
-    return (
-        message["role"],
-        _content_shape(message.get("content")),
-        sorted(message),
-        calls,
-        _id_shape(message.get("tool_call_id"), message.get("name")),
-    )
-
-
-def _content_shape(content: Any) -> Any:
-    if isinstance(content, list):
-        return [_content_shape(part) for part in content]
-    return bool(content.strip()) if isinstance(content, str) else str(type(content))
-
-
-def _id_shape(id: str | None, name: str | None) -> Any:
-    return id and (len(id), id.isalnum(), id.isdigit(), f".{name}:" in id)
 
 
 # The search.

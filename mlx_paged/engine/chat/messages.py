@@ -1,4 +1,4 @@
-"""Checks a program's messages, for `LLM.chat` and the terminal chat."""
+"""Validates messages that a Python program passes, for `LLM.chat` and the terminal chat."""
 
 from __future__ import annotations
 

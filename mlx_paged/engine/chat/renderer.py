@@ -11,27 +11,28 @@ from typing import Any, NamedTuple
 import jinja2
 
 from mlx_paged.content import KINDS, MediaSource, check_kinds, sources_of
-from mlx_paged.engine.chat.acceptance import TemplateForms, Tools, tell, with_tools
+from mlx_paged.engine.chat.acceptance import TemplateForms, Tools, log_losses, with_tools
 from mlx_paged.engine.chat.rewrites import Spelling
 from mlx_paged.engine.chat.tools_as_text import Messages
 from mlx_paged.engine.chat_template import is_program, render_chat
 from mlx_paged.engine.media import rendered
 from mlx_paged.errors import MlxPagedError
 from mlx_paged.templates.variables import (
-    THINKS,
+    ENABLE_THINKING,
     Switch,
     switches_of,
     variables_of,
-    with_wish,
+    with_thinking_choice,
 )
 
 _USER, _SYSTEM = {"role": "user", "content": "ask"}, {"role": "system", "content": "rule"}
-_QUESTIONS = ([_USER], [_SYSTEM, _USER])  # Some templates need both messages.
+# Conversations that show a template's switches. Some templates need both messages.
+_CONVERSATIONS = ([_USER], [_SYSTEM, _USER])
 _MAX_TEMPLATES = 16  # whose forms are cached
 
 
 class TemplateRefusal(MlxPagedError, ValueError):
-    """A chat template does not take a conversation; in its own words."""
+    """A chat template rejects a conversation; the message is the template's own."""
 
 
 class ChatText(NamedTuple):
@@ -120,7 +121,7 @@ class ChatRenderer:
             messages, tools, given = self.media.literal((messages, tools, given), counts)
         known = self._known(chat_template, bool(tools))
         forms = known.forms
-        given = with_wish(given, known.variables, known.switches)
+        given = with_thinking_choice(given, known.variables, known.switches)
 
         def render(form: Messages, offered: Tools) -> str:
             return render_chat(
@@ -143,7 +144,7 @@ class ChatRenderer:
                     self.media,
                     lambda form: with_tools(form, tools, render),
                     lambda messages: forms.with_media(messages, tools, render, options),
-                    tell,
+                    log_losses,
                 )
         except Exception as error:  # templates raise whatever they like
             raise TemplateRefusal(f"{error}") from error
@@ -204,13 +205,13 @@ class ChatRenderer:
         try:
             names = variables_of(source)
         except jinja2.TemplateError:
-            return frozenset([THINKS]), ()
+            return frozenset([ENABLE_THINKING]), ()
 
         def render(variables: Mapping[str, Any]) -> str:
             refusal: Exception | None = None
-            for question in _QUESTIONS:
+            for messages in _CONVERSATIONS:
                 try:
-                    return render_chat(self.tokenizer, question, chat_template=source, **variables)
+                    return render_chat(self.tokenizer, messages, chat_template=source, **variables)
                 except Exception as error:  # templates raise whatever they like
                     refusal = error
             assert refusal is not None

@@ -48,7 +48,7 @@ class Spelling:
 
 
 def spelled(messages: Messages, spelling: Spelling) -> Messages:
-    """Returns a conversation in the spelling that a template wants; lists of texts become parts."""
+    """Returns a conversation in a template's spelling; texts in lists become parts."""
     return [_spelled(message, spelling) for message in messages]
 
 
@@ -389,7 +389,8 @@ def _is_list_of_texts(content: Any) -> bool:
 
 
 def forms_of_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Returns tools with every field that templates read without checking that it exists."""
+    """Yields tools unchanged, then with more and more of the fields that templates read without
+    checking that they exist."""
     yield [dict(tool) for tool in tools]
     yield [_filled(tool, _with_keys) for tool in tools]
     yield [_filled(tool, _with_properties) for tool in tools]
