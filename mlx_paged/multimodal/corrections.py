@@ -22,16 +22,18 @@ VERSIONS = {"mlx-vlm": "0.7.10", "transformers": "5.24.0"}
 
 
 class Deviation(NamedTuple):
-    """Attributes:
-    packages: Packages of mlx-vlm.
-    what: Behavior of mlx-vlm, and of the reference.
+    """A difference between mlx-vlm and the reference.
+
+    Attributes:
+        packages: Packages of mlx-vlm that have it.
+        what: Behavior of mlx-vlm, and of the reference.
     """
 
     packages: tuple[str, ...]
     what: str
 
 
-#: All that is corrected, here, in `media_families` and in `multimodal_files`.
+#: All deviations, which this module, `families` and `files` correct.
 DEVIATIONS = (
     Deviation(
         ("idefics2",),
@@ -230,14 +232,14 @@ def _glm4v_embeddings(
     side = round(table.shape[0] ** 0.5)
     counts, shapes = np.array(lengths).reshape(-1), np.array(image_shapes).reshape(-1, 3)
     heights, widths = (np.repeat(shapes[:, axis], counts) for axis in (1, 2))
-    places, weights = [], []
+    indices, weights = [], []
     for coordinates, sizes in ((h_coords, heights), (w_coords, widths)):
         at = (np.array(coordinates, dtype=np.float64) + 0.5) / sizes * side - 0.5
         first = np.floor(at)
         near = first[:, None] + np.arange(-1, 3)
         weights.append(_cubic(np.abs(at[:, None] - near)))
-        places.append(np.clip(near, 0, side - 1).astype(np.int64))
-    index = places[0][:, :, None] * side + places[1][:, None, :]
+        indices.append(np.clip(near, 0, side - 1).astype(np.int64))
+    index = indices[0][:, :, None] * side + indices[1][:, None, :]
     weight = weights[0][:, :, None] * weights[1][:, None, :]
     rows = table[mx.array(index.reshape(len(index), 16).astype(np.int32))].astype(mx.float32)
     found = mx.array(weight.reshape(len(index), 1, 16).astype(np.float32)) @ rows

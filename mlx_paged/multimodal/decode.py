@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import numpy as np
 
 from mlx_paged.content import Kind
-from mlx_paged.multimodal.items import AudioClip, Unusable, VideoFrames, Work
+from mlx_paged.multimodal.items import AudioClip, Deadline, Unusable, VideoFrames
 from mlx_paged.multimodal.options import IoOptions, MediaLimits
 
 if TYPE_CHECKING:
@@ -52,27 +52,27 @@ def decode(
     limits: MediaLimits,
     io_options: IoOptions,
     rate: int,
-    work: Work,
+    deadline: Deadline,
     picture_of: Callable[[bytes], Image],
 ) -> Image | VideoFrames | AudioClip:
     """Decodes an item from the bytes of its file.
 
     Args:
         rate: Samples per second of a decoded sound.
-        work: The time limit.
+        deadline: The time limit.
         picture_of: Decodes a picture, like `image_of`.
 
     Raises:
         Unusable: It is of another kind, broken, or too large, or its decoder is not installed.
-        CancelledError: Nobody waits any more.
+        CancelledError: The request was cancelled.
     """
     if not content:
         raise Unusable("it is empty")
     if kind == "image":
         return picture_of(content)
     if kind == "video":
-        return video_of(content, limits, io_options, work)
-    return audio_of(content, limits, rate, work)
+        return video_of(content, limits, io_options, deadline)
+    return audio_of(content, limits, rate, deadline)
 
 
 # Pictures.
@@ -241,33 +241,35 @@ def check_size(width: int, height: int, limits: MediaLimits) -> None:
 # Clips.
 
 
-def video_of(content: bytes, limits: MediaLimits, options: IoOptions, work: Work) -> VideoFrames:
+def video_of(
+    content: bytes, limits: MediaLimits, options: IoOptions, deadline: Deadline
+) -> VideoFrames:
     """Decodes evenly spaced frames of a clip, by `num_frames` and `fps` of the options.
 
     Packets are counted first, because headers may be wrong about number and duration.
 
     Raises:
         Unusable: It is no clip, is broken, or too large.
-        CancelledError: Nobody waits any more.
+        CancelledError: The request was cancelled.
     """
     with _opened(content, "video") as container:
         stream = container.streams.video[0]
         if stream.codec_context is None:
             raise Unusable("its codec is not known")
         check_size(stream.codec_context.width, stream.codec_context.height, limits)
-        times = sorted(_packet_times(container, stream, limits.max_video_seconds, work))
+        times = sorted(_packet_times(container, stream, limits.max_video_seconds, deadline))
     if not times:
         raise Unusable("it has no frames")
     step = _median_step(times)
     duration = times[-1] - times[0] + step
     if duration > limits.max_video_seconds:
         raise _too_long(limits.max_video_seconds)
-    wanted = sampled_indices(len(times), duration, options)
+    indices = sampled_indices(len(times), duration, options)
     with _opened(content, "video") as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         stream.codec_context.thread_count = _DECODE_THREADS
-        frames, found = _frames_at(container, stream, wanted, limits, work)
+        frames, found = _frames_at(container, stream, indices, limits, deadline)
     return VideoFrames(np.stack(frames), _rate(found, step))
 
 
@@ -283,7 +285,7 @@ def sampled_indices(num_frames: int, duration: float, options: IoOptions) -> lis
 
 
 def _packet_times(
-    container: InputContainer, stream: Any, max_seconds: float, work: Work
+    container: InputContainer, stream: Any, max_seconds: float, deadline: Deadline
 ) -> Iterator[float]:
     """Seconds of each packet of a stream."""
     base: Fraction = stream.time_base or Fraction(1, 1)
@@ -291,7 +293,7 @@ def _packet_times(
     first: float | None = None
     for count, packet in enumerate(container.demux(stream)):
         if count % 64 == 0:
-            work.check()
+            deadline.check()
         if count >= _MAX_PACKETS:
             raise Unusable(f"it has more than {_MAX_PACKETS} frames")
         if not packet.size:
@@ -311,37 +313,40 @@ def _median_step(times: list[float]) -> float:
 
 
 def _rate(times: list[float], step: float) -> float:
-    """Returns the frames per second of the decoded frames, or the clip's if they do not tell."""
+    """Returns the frames per second of decoded frames; those of the clip if all times are equal."""
     if len(times) > 1 and times[-1] > times[0]:
         return (len(times) - 1) / (times[-1] - times[0])
     return 1 / step if step else 1.0
 
 
 def _frames_at(
-    container: InputContainer, stream: Any, wanted: list[int], limits: MediaLimits, work: Work
+    container: InputContainer,
+    stream: Any,
+    indices: list[int],
+    limits: MediaLimits,
+    deadline: Deadline,
 ) -> tuple[list[np.ndarray], list[float]]:
-    """Returns the frames at some places in display order, and their times in seconds."""
+    """Returns the frames at some indices in display order, and their times in seconds.
+
+    A broken clip may have fewer frames than packets, so the last ones may be missing.
+
+    Args:
+        indices: Ascending, from 0 on.
+    """
     frames: list[np.ndarray] = []
     times: list[float] = []
-    num_pixels = place = 0
-    last = None
+    num_pixels = 0
     for index, frame in enumerate(_decoded(container, stream)):
-        work.check()
-        last = frame
-        if index < wanted[place]:
+        deadline.check()
+        if index < indices[len(frames)]:
             continue
-        frames.append(_pixels(frame, limits, len(wanted), num_pixels))
+        frames.append(_pixels(frame, limits, len(indices), num_pixels))
         num_pixels += frame.width * frame.height
         times.append(frame.time or 0.0)
-        place += 1
-        if place == len(wanted):
+        if len(frames) == len(indices):
             break
     if not frames:
-        if last is None:
-            raise Unusable("none of its frames can be decoded")
-        # Fewer frames may be decodable than were counted; the last one stands in for the rest.
-        frames.append(_pixels(last, limits, 1, 0))
-        times.append(last.time or 0.0)
+        raise Unusable("none of its frames can be decoded")
     first = frames[0].shape
     if any(frame.shape != first for frame in frames):
         raise Unusable("its frames are not all of one size")
@@ -349,7 +354,7 @@ def _frames_at(
 
 
 def _decoded(container: InputContainer, stream: Any) -> Iterator[VideoFrame]:
-    """Frames until the first that is broken, if any came before."""
+    """Yields frames up to the first broken one, which is an error only if no frame came before."""
     import av
 
     count = 0
@@ -379,12 +384,12 @@ def _pixels(frame: VideoFrame, limits: MediaLimits, count: int, num_pixels: int)
 # Sounds.
 
 
-def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> AudioClip:
+def audio_of(content: bytes, limits: MediaLimits, rate: int, deadline: Deadline) -> AudioClip:
     """Decodes a sound to one channel with the model's sampling rate.
 
     Raises:
         Unusable: It is no sound, is broken, or too long.
-        CancelledError: Nobody waits any more.
+        CancelledError: The request was cancelled.
     """
     try:
         import av
@@ -402,7 +407,7 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, work: Work) -> Audi
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         try:
             for frame in container.decode(stream):
-                work.check()
+                deadline.check()
                 for part in resampler.resample(frame):
                     chunks.append(part.to_ndarray().reshape(-1))
                     size += chunks[-1].size

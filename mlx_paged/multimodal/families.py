@@ -27,7 +27,7 @@ Deepstack = Callable[[Any, mx.array, int, MediaFeatures], dict[str, Any]]
 def _rows_and_features(
     vlm: Any, rows: mx.array, num_rows: int, features: MediaFeatures
 ) -> dict[str, Any]:
-    """(`multimodal.model` has mlx-vlm's models add these to the rows.)"""
+    """Returns rows and features; `multimodal.model` makes mlx-vlm's models add one to the other."""
     return {
         "visual_pos_masks": rows[:, None],
         "deepstack_visual_embeds": list(features.deepstack),
@@ -163,18 +163,18 @@ def _llava_next_tower(vlm: Any, kind: Kind, arrays: Mapping[str, Any]) -> MediaF
     return MediaFeatures(mx.concatenate([features[0], lines]))
 
 
-def _adapters_of_each_kind(vlm: Any) -> str | None:
+def _reason_of_adapters(vlm: Any) -> str | None:
     if not getattr(vlm, "_base_weights", None):
         return None
     return (
-        "this checkpoint has other weights (LoRA) of its language model for pictures and for "
-        "sounds, so that requests cannot share a step; mlx-vlm merges them where it quantizes "
+        "this checkpoint has separate weights (LoRA) of its language model for pictures and for "
+        "sounds, so requests cannot share a step; mlx-vlm merges them when it quantizes "
         "(mlx_vlm.convert -q)"
     )
 
 
-class _Cut:
-    """Takes rows of a step, which are already cut, where mlx-vlm cuts a prompt's by position."""
+class _Rows:
+    """Rows of a step where mlx-vlm slices a whole prompt: any slice of it is all rows."""
 
     def __init__(self, array: mx.array) -> None:
         self._array = array
@@ -186,24 +186,24 @@ class _Cut:
 def _granite_deepstack(
     vlm: Any, rows: mx.array, num_rows: int, features: MediaFeatures
 ) -> dict[str, Any]:
-    def spread(part: mx.array) -> _Cut:
-        return _Cut(mx.zeros((num_rows, 1, part.shape[-1]), part.dtype).at[rows, 0].add(part))
+    def spread(part: mx.array) -> _Rows:
+        return _Rows(mx.zeros((num_rows, 1, part.shape[-1]), part.dtype).at[rows, 0].add(part))
 
     config = vlm.config
-    # It keeps these of the last prompt with a picture.
+    # mlx-vlm sets these for the last prompt with a picture only.
     vlm.language_model.model._deepstack_target_layers = [
         *(layer for _, layer in config.deepstack_layer_map or ()),
         *(config.spatial_target_layers or ()),
     ]
     mask = mx.zeros((num_rows, 1), mx.int32).at[rows, 0].add(1) > 0
     return {
-        "visual_pos_masks": _Cut(mask),
+        "visual_pos_masks": _Rows(mask),
         "deepstack_visual_embeds": [spread(part) for part in features.deepstack],
     }
 
 
-def _one_crop_a_tile(arrays: dict[str, Any]) -> dict[str, Any]:
-    """mlx-vlm reads as many crops as there are tiles, up to one of zeros."""
+def _pad_crops(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Pads crops with zeros: mlx-vlm reads as many as there are tiles, until one of zeros."""
     crops, tiles = arrays["images_spatial_crop"], arrays["pixel_values"].shape[1]
     missing = tiles + 1 - crops.shape[1]
     return {**arrays, "images_spatial_crop": mx.pad(crops, [(0, 0), (0, missing), (0, 0)])}
@@ -283,7 +283,7 @@ _FAMILIES = (
     MediaFamily("lfm2_vl", mode=Mode.REGROUPED),
     MediaFamily("kimi_vl"),
     MediaFamily("phi3_v", embeds=lambda vlm, tokens: vlm.model.embed_tokens(tokens)),
-    MediaFamily("deepseek_vl_v2", prepare=_one_crop_a_tile),
+    MediaFamily("deepseek_vl_v2", prepare=_pad_crops),
     MediaFamily("minicpmo", takes_positions=True, embeds=_embed_tokens),
     MediaFamily("molmo"),
     _with_rope_positions("glm4v"),
@@ -305,66 +305,59 @@ _FAMILIES = (
     _qwen("indic_ocr", _qwen3_tower, Mode.REGROUPED),
     MediaFamily("gemma4_unified", ("image", "video", "audio"), atomic=_gemma4_atomic),
     MediaFamily("granite4_vision", deepstack=_granite_deepstack),
-    MediaFamily("phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_adapters_of_each_kind),
+    MediaFamily("phi4mm", ("image", "audio"), embeds=_embed_tokens, refuses=_reason_of_adapters),
 )
 
 #: Proven families by their package of mlx-vlm.
 MEDIA_FAMILIES: dict[str, MediaFamily] = {family.module: family for family in _FAMILIES}
 
-_EMBEDDINGS = "it makes embeddings, and no text"
-_DECISIONS = "it answers typed questions from its hidden states, and makes no text"
+_EMBEDDINGS = "it is an embedding model"
+_DECISIONS = "it answers typed questions from its hidden states, and generates no text"
 _NOT_COMPARED = "it has not been compared with mlx-vlm's generation"
-_OF_PICTURES = "it marks what is in a picture, and makes no text"
+_VISION = "it finds objects or depth in pictures, and generates no text"
 _ENCODER_DECODER = "it is an encoder-decoder model, whose decoder attends to an encoder's output"
-_PREFIX = (
-    "its picture and the start token see each other, in a forward that takes the mask of a whole "
-    "prompt"
-)
-_WHOLE_MASK = (
-    "its forward takes the positions and the mask of a whole prompt, where a step has the rows of "
-    "several"
-)
-_OWN_CODE = "mlx-vlm has no processor for it but the code in its checkpoints, which is never run"
-_OWN_CACHE = "its layers keep more than keys and values in caches of their own"
+_PREFIX = "its picture and the start token attend to each other, by a mask of the whole prompt"
+_WHOLE_MASK = "its forward pass takes one prompt's positions and mask, not those of a step"
+_OWN_CODE = "its only processor is code in its checkpoints, which is never run"
+_OWN_CACHE = "its layers cache more than keys and values"
 
 #: Multimodal families of mlx-vlm that are refused, and why.
 MEDIA_REFUSED: dict[str, str] = {
     "mllama": (
-        "its layers attend to the picture through cross-attention, which has keys of its own "
-        "beside the paged cache"
+        "its layers attend to the picture through cross-attention, whose keys and values are not "
+        "paged"
     ),
     "florence2": _ENCODER_DECODER,
     "nemotron_parse": _ENCODER_DECODER,
-    "diffusion_gemma": "it makes text by diffusion, not token by token",
-    "locateanything": "it makes blocks of tokens that see each other, not token by token",
-    "moss_image": "it makes pictures, and no text",
-    "multi_modality": "its second tower (SAM) needs opencv in mlx-vlm, or it makes pictures",
+    "diffusion_gemma": "it generates by diffusion, not token by token",
+    "locateanything": "it generates blocks of tokens, not token by token",
+    "moss_image": "it generates pictures, not text",
+    "multi_modality": "its second tower (SAM) needs opencv in mlx-vlm, or it generates pictures",
     "inkling": "mlx-vlm's code of it needs mlx-audio",
     "nemotron_voicechat": "mlx-vlm's code of it needs mlx-audio",
     "phi4_siglip": "mlx-vlm's processor of it needs torchvision",
     "llmjpvl": _OWN_CODE,
     "youtu_vl": _OWN_CODE,
     "granite_vision": (
-        "mlx-vlm's forward puts a tile in the place of one token and the ends of lines behind all "
-        "tiles, unlike the model's training"
+        "mlx-vlm replaces one token by a tile and puts all line ends after the tiles, unlike the "
+        "model's training"
     ),
-    "hunyuan_vl": "mlx-vlm turns all rows of a step by one position, which it reads on the host",
-    "jina_vlm": "mlx-vlm turns all rows of a step by one position, which it reads on the host",
+    "hunyuan_vl": "mlx-vlm applies RoPE at one position to all rows of a step",
+    "jina_vlm": "mlx-vlm applies RoPE at one position to all rows of a step",
     "ernie4_5_moe_vl": (
-        "mlx-vlm's generation sends pictures through the experts of text, unlike the model's "
-        "training"
+        "mlx-vlm sends pictures through the text experts in generation, unlike the model's training"
     ),
     "zaya1_vl": (
-        "its layers have other weights (LoRA) for the rows of pictures, which a step does not tell "
-        "them"
+        "its layers have separate weights (LoRA) for rows of pictures, which they cannot tell "
+        "apart in a step"
     ),
     "molmo2": (
-        "all pictures of a prompt see each other, which mlx-vlm leaves out; a prompt could be cut "
-        "nowhere between them"
+        "all pictures of a prompt attend to each other, which mlx-vlm omits; prefill could not be "
+        "chunked between them"
     ),
     "molmo_point": (
-        "all pictures of a prompt see each other, which mlx-vlm leaves out; a prompt could be cut "
-        "nowhere between them"
+        "all pictures of a prompt attend to each other, which mlx-vlm omits; prefill could not be "
+        "chunked between them"
     ),
     "moondream2": _PREFIX,
     "moondream3": _PREFIX,
@@ -395,7 +388,7 @@ MEDIA_REFUSED: dict[str, str] = {
             "sam3d_objects",
             "video_depth_anything",
         ),
-        _OF_PICTURES,
+        _VISION,
     ),
     **dict.fromkeys(
         (

@@ -74,7 +74,7 @@ def _spell_placeholders(config: dict[str, Any]) -> None:
 
 
 def _spell_head_dim(section: dict[str, Any]) -> None:
-    """Writes the head size, for which each package has another default."""
+    """Sets `head_dim`, for which packages have different defaults."""
     heads = section.get("num_attention_heads")
     width = section.get("hidden_size")
     if section.get("head_dim") is None and heads and width and "kv_lora_rank" not in section:
@@ -281,7 +281,7 @@ def as_published(path: Path) -> Iterator[dict[str, Any]]:
     ) -> Any:
         parameters = dict(tree_flatten(model.parameters()))
         weights = _tied(_known(weights, parameters), parameters)
-        weights |= _unread(model, weights, parameters)
+        weights |= _unused(model, weights, parameters)
         return load_weights(model, config, weights, *rest, **more)
 
     replaced: dict[str, Any] = {
@@ -328,7 +328,7 @@ def _folded_scales(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _laid_out(name: str, value: Any, config: Mapping[str, Any]) -> Any:
-    """A weight as transformers 4 saved it: experts of Qwen 3 VL have input rows first."""
+    """Returns a weight in transformers 4's layout: experts of Qwen 3 VL have input rows first."""
     if config.get("model_type") != "qwen3_vl_moe" or ".experts." not in name:
         return value
     text = config["text_config"]
@@ -346,7 +346,7 @@ def _laid_out(name: str, value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _known(weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights that the model does not know under the names that it does."""
+    """Renames weights that the model does not expect by `_ALIASES`, if it expects the new name."""
     found = {}
     for name, value in weights.items():
         if name not in expected:
@@ -366,9 +366,9 @@ def _tied(weights: dict[str, Any], expected: Mapping[str, Any]) -> dict[str, Any
     return weights
 
 
-def _unread(model: Any, weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops unused weights, which transformers 5 omits: RADIO's preprocessing, and keys and values
-    of Gemma 3n's layers that share other layers'."""
+def _unused(model: Any, weights: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns stand-ins for weights that mlx-vlm requires but never reads, so transformers 5 omits
+    them: RADIO's preprocessing, and K and V projections of Gemma 3n's layers that share others'."""
     found = {
         name: value
         for name, value in expected.items()
@@ -386,7 +386,7 @@ def _unread(model: Any, weights: Mapping[str, Any], expected: Mapping[str, Any])
     return found
 
 
-# Modules that were there once, or are now.
+# Modules that some versions have and others lack: (old name, new name).
 _ALIASES = (
     ("vision_tower.", "vision_tower.vision_model."),
     ("vision_tower.vision_model.", "vision_tower."),

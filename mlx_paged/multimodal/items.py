@@ -74,33 +74,33 @@ def num_bytes(data: Any) -> int:
     return int(data.width * data.height * 3)
 
 
-def digest_of(kind: Kind, content: bytes | memoryview, how: str) -> bytes:
-    """Returns the identity of data decoded from some bytes.
+def digest_of(kind: Kind, content: bytes | memoryview, settings: str) -> bytes:
+    """Returns the identity (sha256) of the data decoded from some bytes.
 
     Args:
-        how: All other inputs that determine the decoded data.
+        settings: Everything else that determines the decoded data.
     """
     # The length comes first, so that no two pairs of text and bytes make the same sequence.
-    prefix = f"{kind}|{how}"
+    prefix = f"{kind}|{settings}"
     hashed = hashlib.sha256(f"{len(prefix)}|{prefix}|".encode())
     hashed.update(content)
     return hashed.digest()
 
 
 class Unusable(Exception):
-    """An item is unusable. The message continues "the picture: "."""
+    """An item is unusable. The message, such as "it is empty", follows the item's path."""
 
 
 class OutOfTime(Unusable):
     """It took too long; another request may succeed."""
 
 
-class Work:
-    """A time limit, and a flag for a result that is no longer wanted.
+class Deadline:
+    """A time limit for work on a request, and the flag that cancels the work.
 
     Args:
-        seconds: Time limit, from the start of the work.
-        cancelled: Set when the result is no longer wanted.
+        seconds: Time limit, from `begin` or the first `check`.
+        cancelled: Set when the request is cancelled.
         doing: For errors, such as "it was not fetched".
     """
 
@@ -111,16 +111,16 @@ class Work:
         self._doing = doing
 
     def begin(self) -> None:
-        """Begins, unless it has begun."""
+        """Starts the time, unless it has started."""
         if self._end is None:
             self._end = time.monotonic() + self._seconds
 
     def check(self) -> float:
-        """Returns the remaining seconds.
+        """Returns the remaining seconds, more than 0.
 
         Raises:
             OutOfTime: None remain.
-            CancelledError: Nobody waits.
+            CancelledError: The request was cancelled.
         """
         if self._cancelled.is_set():
             raise CancelledError

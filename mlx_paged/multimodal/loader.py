@@ -23,11 +23,11 @@ from mlx_paged.errors import InvalidMediaError
 from mlx_paged.multimodal import decode
 from mlx_paged.multimodal.items import (
     AudioClip,
+    Deadline,
     MediaItem,
     OutOfTime,
     Unusable,
     VideoFrames,
-    Work,
     digest_of,
     num_bytes,
 )
@@ -40,8 +40,8 @@ T = TypeVar("T")
 #: Sampling rate of sounds for models that do not specify one.
 DEFAULT_SAMPLING_RATE = 16_000
 
-# Threads that wait for other machines, and threads that compute, so that a slow host delays no
-# picture whose bytes are in its prompt.
+# Fetching threads wait for other machines, and decoding threads compute. They are separate, so that
+# a slow host delays no picture whose bytes are in its prompt.
 _FETCH_THREADS, _DECODE_THREADS = 64, 4
 _FETCHED = ("http:", "https:")
 _MAX_RATE = 1 << 20
@@ -87,8 +87,7 @@ class MediaLoader:
         """Returns the items of a prompt's sources, in order, and sets each `MediaSource.item`.
 
         Raises:
-            InvalidMediaError: An item is unusable; the error names it and the reason.
-            InvalidParameterError: Too many items of a kind.
+            InvalidMediaError: An item is unusable, or there are too many of its kind.
         """
         batch = _Batch(self, sources)
         try:
@@ -114,13 +113,13 @@ class MediaLoader:
             batch.cancel()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Calls a function that takes a while on one of the threads that compute."""
+        """Calls a function that takes a while on one of the decoding threads."""
         return await asyncio.get_running_loop().run_in_executor(self._decoders, function)
 
     # Parts.
 
-    def fetch(self, source: MediaSource, work: Work) -> bytes:
-        """The bytes that a URL leads to."""
+    def fetch(self, source: MediaSource, deadline: Deadline) -> bytes:
+        """Returns the bytes that a URL names."""
         limits = self.options.limits
         return read_url(
             source.given,
@@ -128,18 +127,18 @@ class MediaLoader:
             max_redirects=limits.max_redirects,
             local_path=self.options.local_path,
             domains=self.options.domains,
-            work=work,
+            deadline=deadline,
         )
 
-    def decode(self, source: MediaSource, content: bytes | None, work: Work) -> MediaItem:
+    def decode(self, source: MediaSource, content: bytes | None, deadline: Deadline) -> MediaItem:
         """Returns the item of a source; `content` are its bytes if they were fetched before."""
         limits, given, kind = self.options.limits, source.given, source.kind
         options = source.io or self.options.io
-        work.check()
+        deadline.check()
         if content is None and isinstance(given, str):
-            content = self.fetch(source, work)
+            content = self.fetch(source, deadline)
         elif content is None and isinstance(given, Path):
-            content = read_file(given, limits.max_bytes(kind), work)
+            content = read_file(given, limits.max_bytes(kind), deadline)
         elif isinstance(given, bytes | bytearray | memoryview):
             content = bytes(given)
             if len(content) > limits.max_bytes(kind):
@@ -150,30 +149,29 @@ class MediaLoader:
                 data = decode.low_detail(data)
             digest = _digest_of_data(kind, data)
             # Equal data share one object, whose processor results are cached.
-            data = self._decoded.get(digest, lambda: data, work)
+            data = self._decoded.get(digest, lambda: data, deadline)
             return MediaItem(kind, digest, data, source.part)
-        how = _how(kind, options, self._rate, source.detail)
-        digest = digest_of(kind, content, how)
+        digest = digest_of(kind, content, _settings(kind, options, self._rate, source.detail))
 
         def make() -> Any:
             picture_of = partial(
                 self._pictures.image_of,
                 limits=limits,
                 options=options,
-                work=work,
+                deadline=deadline,
                 is_low=source.detail == "low",
                 sufficient_side=self._sufficient_side,
             )
-            return decode.decode(kind, content, limits, options, self._rate, work, picture_of)
+            return decode.decode(kind, content, limits, options, self._rate, deadline, picture_of)
 
-        return MediaItem(kind, digest, self._decoded.get(digest, make, work), source.part)
+        return MediaItem(kind, digest, self._decoded.get(digest, make, deadline), source.part)
 
     def submit_fetch(self, function: Callable[[], bytes]) -> Future[bytes]:
-        """Runs a function on a thread that waits for other machines."""
+        """Runs a function on a fetching thread."""
         return self._fetchers.submit(function)
 
     def submit_decode(self, function: Callable[[], T]) -> Future[T]:
-        """Runs a function on a thread that computes."""
+        """Runs a function on a decoding thread."""
         return self._decoders.submit(function)
 
 
@@ -187,10 +185,10 @@ def loader_of(options: MediaOptions, processor: Any) -> MediaLoader:
 
 
 class _Batch:
-    """The items of one prompt, while they are loaded.
+    """Loads the items of one prompt.
 
     Attributes:
-        futures: One for each source.
+        futures: The item of each source.
     """
 
     def __init__(self, loader: MediaLoader, sources: Sequence[MediaSource]) -> None:
@@ -198,9 +196,9 @@ class _Batch:
         self._sources = sources
         self._cancelled = threading.Event()
         limits = loader.options.limits
-        # One prompt holds the threads no longer than this, however many items it has.
-        self._fetching = Work(limits.fetch_timeout, self._cancelled, "it was not fetched")
-        self._decoding = Work(limits.decode_timeout, self._cancelled, "it was not decoded")
+        # All items of a prompt share these, so it cannot occupy the threads for longer.
+        self._fetching = Deadline(limits.fetch_timeout, self._cancelled, "it was not fetched")
+        self._decoding = Deadline(limits.decode_timeout, self._cancelled, "it was not decoded")
         self._lock = threading.Lock()
         self._num_bytes = 0
         check_counts(sources, loader.options)
@@ -275,40 +273,40 @@ class _DecodedItems:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Any] = OrderedDict()
-        self._in_work: dict[bytes, Future[Any]] = {}
+        self._pending: dict[bytes, Future[Any]] = {}
         self.num_bytes = 0
         self.num_decoded = 0
 
-    def get(self, digest: bytes, make: Callable[[], Any], work: Work) -> Any:
+    def get(self, digest: bytes, make: Callable[[], Any], deadline: Deadline) -> Any:
         """Returns the data of a digest: from the cache, from another thread, or by making it."""
         while True:
-            work.check()
+            deadline.check()
             with self._lock:
                 if digest in self._kept:
                     self._kept.move_to_end(digest)
                     return self._kept[digest]
-                others = self._in_work.get(digest)
-                if others is None:
-                    mine = self._in_work[digest] = Future[Any]()
+                pending = self._pending.get(digest)
+                if pending is None:
+                    future = self._pending[digest] = Future[Any]()
                     break
             try:
-                return others.result()
+                return pending.result()
             except (CancelledError, OutOfTime):
-                pass  # The other request was cancelled, or its time was up.
+                pass  # The request that decodes it was cancelled, or its time was up.
             except Unusable as error:
                 raise Unusable(f"{error}") from None
         try:
             data = make()
         except BaseException as error:
             with self._lock:
-                del self._in_work[digest]
-            mine.set_exception(error)
+                del self._pending[digest]
+            future.set_exception(error)
             raise
         with self._lock:
-            del self._in_work[digest]
+            del self._pending[digest]
             self.num_decoded += 1
             self._keep(digest, data)
-        mine.set_result(data)
+        future.set_result(data)
         return data
 
     def _keep(self, digest: bytes, data: Any) -> None:
@@ -342,8 +340,8 @@ def check_counts(sources: Sequence[MediaSource], options: MediaOptions) -> None:
             )
 
 
-def _how(kind: Kind, options: IoOptions, rate: int, detail: str | None) -> str:
-    """Returns the options, besides the bytes, that determine the decoded result."""
+def _settings(kind: Kind, options: IoOptions, rate: int, detail: str | None) -> str:
+    """Returns everything besides the bytes that determines the decoded data."""
     if kind == "image":
         return f"{options.rgba_background_color} {detail == 'low'}"
     if kind == "video":
@@ -363,7 +361,7 @@ def _then(first: Future[bytes], submit: Callable[[bytes], Future[MediaItem]]) ->
             else:
                 result.set_exception(error)
 
-    def go_on(done: Future[bytes]) -> None:
+    def submit_second(done: Future[bytes]) -> None:
         try:
             second = submit(done.result())
         except BaseException as error:
@@ -372,7 +370,7 @@ def _then(first: Future[bytes], submit: Callable[[bytes], Future[MediaItem]]) ->
         else:
             second.add_done_callback(finish)
 
-    first.add_done_callback(go_on)
+    first.add_done_callback(submit_second)
     return result
 
 
@@ -380,7 +378,7 @@ def _then(first: Future[bytes], submit: Callable[[bytes], Future[MediaItem]]) ->
 
 
 def _as_numpy(given: Any) -> Any:
-    """MLX's arrays as NumPy's, also in lists and pairs."""
+    """Converts MLX arrays to NumPy arrays, also within lists and tuples."""
     if isinstance(given, list):
         return [_as_numpy(each) for each in given]
     if isinstance(given, tuple):
@@ -394,10 +392,10 @@ def _as_numpy(given: Any) -> Any:
 
 
 def of_python(kind: Kind, given: Any, limits: MediaLimits, options: IoOptions, rate: int) -> Any:
-    """An item from an object of Python.
+    """Returns the decoded data of a Python object.
 
     Raises:
-        Unusable: It is of no type, shape or range that is taken.
+        Unusable: Its type, shape or range is not supported.
     """
     if kind == "image":
         return _picture(given, limits, options)
@@ -426,7 +424,7 @@ def _picture(given: Any, limits: MediaLimits, options: IoOptions) -> Any:
 
 
 def _from_array(array: np.ndarray) -> Any:
-    """A picture from [height, width], [height, width, channels] or [channels, height, width]."""
+    """Makes a picture of [height, width], with channels as the last or the first dimension."""
     try:
         from PIL import Image
     except ImportError:
@@ -445,7 +443,7 @@ def _from_array(array: np.ndarray) -> Any:
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """Colors as bytes: real numbers are in [0, 1]."""
+    """Converts colors to uint8. Real numbers are in [0, 1], and integers in [0, 255]."""
     if array.dtype == np.uint8:
         return array
     if array.dtype.kind == "f":
@@ -487,7 +485,7 @@ def _video(given: Any, limits: MediaLimits, options: IoOptions) -> VideoFrames:
 
 
 def _audio(given: Any, rate: int) -> AudioClip:
-    """A sound from samples of the model's rate, or from a pair of samples and their rate."""
+    """Makes a sound from samples at the model's rate, or from a pair of samples and their rate."""
     given_rate: Any = rate
     if isinstance(given, AudioClip):
         given = given.samples, given.rate

@@ -104,7 +104,7 @@ def load(
 
     Raises:
         ModelLoadError: mlx-vlm has no processor for its files.
-        UnsupportedModelError: Its weights are not such as the family is proven with.
+        UnsupportedModelError: Its weights are not supported, see `MediaFamily.refuses`.
     """
     import_mlx_vlm()
     from mlx_vlm.utils import load_model
@@ -116,7 +116,7 @@ def load(
     if reason is not None:
         raise UnsupportedModelError(model_type, reason)
     try:
-        # Some processors print messages, which are no output of ours.
+        # Some processors print messages to stdout, which is for this program's output.
         with contextlib.redirect_stdout(sys.stderr):
             return MultiModalModel(vlm, family, model_type), _processor(path, family.module)
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -132,7 +132,7 @@ def _processor(path: Path, package: str = "") -> Any:
     from mlx_vlm.utils import load_image_processor, load_processor
 
     config_type = json.loads((path / "config.json").read_text()).get("model_type")
-    with _without_word_on_arguments():
+    with _without_deprecation_warnings():
         # By default, mlx-vlm runs code that comes with a checkpoint.
         if package == "pixtral":  # By name, its checkpoints are LLaVA's.
             from mlx_vlm.models.pixtral.processing_pixtral import PixtralProcessor
@@ -143,7 +143,7 @@ def _processor(path: Path, package: str = "") -> Any:
         else:
             processor = load_processor(path, add_detokenizer=False, trust_remote_code=False)
         image_processor = load_image_processor(path)
-    # One of the same class was made from the checkpoint's files.
+    # If the class is the same, the processor has one from the checkpoint's files already.
     if image_processor is not None and not isinstance(
         getattr(processor, "image_processor", None), type(image_processor)
     ):
@@ -161,8 +161,8 @@ def _pixels(image: Any) -> mx.array:
 
 
 @contextlib.contextmanager
-def _without_word_on_arguments() -> Iterator[None]:
-    """Drops transformers' warnings about an argument of mlx-vlm's, which no user can change."""
+def _without_deprecation_warnings() -> Iterator[None]:
+    """Drops transformers' warning about an argument that mlx-vlm passes and no user can change."""
     logger = logging.getLogger("transformers.models.auto.image_processing_auto")
 
     def is_for_users(record: logging.LogRecord) -> bool:

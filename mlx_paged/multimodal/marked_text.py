@@ -1,4 +1,4 @@
-"""MarkedText: tokenizes texts with marks (`marks`) and places for items."""
+"""MarkedText: tokenizes texts with marks (`marks`) and placeholders of items."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class MarkedText:
     Args:
         tokenizer: transformers' tokenizer.
         placeholders: Texts that are tokens only without a mark.
-        place: One of them; the tokenizer treats spaces around a `PLACE` like those around this.
+        place: One of them; spaces around the attribute `place` are treated like those around this.
 
     Attributes:
-        place: A random text that stands for an item, so no user writes it.
+        place: A random text that stands for an item; random, so that no user can write it.
     """
 
     def __init__(self, tokenizer: Any, placeholders: Iterable[str], place: str) -> None:
@@ -63,7 +63,7 @@ class MarkedText:
         return copy
 
     def pieces(self, text: str) -> list[list[int]]:
-        """The tokens before, between and behind the places of a text."""
+        """Returns the tokens before, between and after each `place` in a text."""
         if self._backend is None:
             return [self._in_parts(piece) for piece in text.split(self.place)]
         parts = text.split(self.place)

@@ -71,9 +71,9 @@ def with_media(
         needed = tower_bytes(encode, media, kind, options, model_len)
         if room is not None and needed > room:
             logger.warning(
-                "the tower may need %.1f GiB for the largest %s that is let in, and %.1f GiB are "
-                "kept for it: larger ones may fail for want of memory. mm_processor_kwargs (for "
-                "many models max_pixels) or media_limits make them smaller",
+                "the tower may need %.1f GiB for the largest %s, and %.1f GiB are reserved: "
+                "large ones may run out of memory. Limit their size by mm_processor_kwargs (for "
+                "many models max_pixels) or media_limits",
                 needed / _GIB,
                 kind,
                 room / _GIB,
@@ -125,7 +125,7 @@ def _extrapolated(measured: dict[int, int], rows: int) -> float:
 
 
 def _max_rows(media: Any, kind: Kind, options: MediaOptions, model_len: int | None) -> int:
-    """Rows of the largest item that there can be in a prompt, or of a clip of usual frames."""
+    """Returns the rows of the largest item that a prompt can have; a clip has usual frames."""
     pixels, found = options.limits.max_image_pixels, 0
     if kind == "video":
         pixels = min(

@@ -72,7 +72,7 @@ class MediaLimits:
 
     @classmethod
     def of(cls, given: MediaLimits | Mapping[str, Any] | None) -> MediaLimits:
-        """Returns the limits, with given values in place of defaults.
+        """Returns the default limits, overridden by given values.
 
         Raises:
             InvalidParameterError: An unknown name, or an invalid value.
@@ -87,7 +87,7 @@ class MediaLimits:
         return cls(**given)
 
     def problem_of_size(self, width: int, height: int) -> str | None:
-        """Why a picture, or a frame, of a size is refused; None if it is not."""
+        """Returns why a picture or frame of a size is rejected; None if it is allowed."""
         if width < 1 or height < 1:
             return f"it has no pixels ({width} x {height})"
         size = f"it has {width} x {height} pixels"
@@ -157,15 +157,15 @@ class IoOptions:
             InvalidParameterError: An invalid value, or two that contradict each other.
         """
         found: dict[str, Any] = {}
-        fields: dict[str, str] = {}
+        sources: dict[str, str] = {}  # the field that set each option
         for name, option in names.items():
             if given.get(name) is None:
                 continue
             value = _CHECKS[option](f"{prefix}{name}", given[name])
             if found.setdefault(option, value) != value:
-                expected = f"what {fields[option]} is, which means the same,"
+                expected = f"what {sources[option]} is, which means the same,"
                 raise InvalidParameterError(f"{prefix}{name}", expected, value)
-            fields[option] = name
+            sources[option] = name
         return replace(self, **found)
 
 
@@ -272,7 +272,7 @@ def _folder(given: Any) -> Path | None:
     try:
         path = Path(given).resolve(strict=True)
     except (OSError, ValueError) as error:
-        expected = "None or a folder that is there"
+        expected = "None or an existing folder"
         raise InvalidParameterError("allowed_local_media_path", expected, str(given)) from error
     if not path.is_dir():
         raise InvalidParameterError("allowed_local_media_path", "None or a folder", str(given))

@@ -54,7 +54,7 @@ def package_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_llava(config: Mapping[str, Any]) -> bool:
-    """Returns True for a DeepSeek-VL with one encoder that generates text only (`deepseek_vl`)."""
+    """True for a DeepSeek-VL that has one encoder and generates text only (see `deepseek_vl`)."""
     if config.get("model_type") == "deepseek_vl":
         return True
     vision = config.get("vision_config") or {}

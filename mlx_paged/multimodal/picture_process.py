@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.multimodal import decode
-from mlx_paged.multimodal.items import OutOfTime, Unusable, Work
+from mlx_paged.multimodal.items import Deadline, OutOfTime, Unusable
 from mlx_paged.multimodal.options import IoOptions, MediaLimits
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class PictureProcesses:
         self._command = command
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-        self._places = threading.Semaphore(_MAX_PROCESSES)
+        self._slots = threading.Semaphore(_MAX_PROCESSES)
         self._is_closed = False
         self.num_started = self.num_decoded = 0
 
@@ -75,30 +75,31 @@ class PictureProcesses:
         content: bytes,
         limits: MediaLimits,
         options: IoOptions,
-        work: Work,
+        deadline: Deadline,
         *,
         is_low: bool = False,
         sufficient_side: Callable[[], int | None] | None = None,
     ) -> Image:
-        """Like `decode.image_of`, in the place that disturbs other requests least.
+        """Like `decode.image_of`, in this process or another, whichever delays other requests less.
 
         Raises:
             Unusable: It is no picture, is broken, has too many pixels, or ended its process.
             OutOfTime: It takes too long.
-            CancelledError: Nobody waits any more.
+            CancelledError: The request was cancelled.
         """
-        process = None
+        process = side = None
         if needs_process(content, limits):
-            while not self._places.acquire(timeout=_POLL_SECONDS):
-                work.check()
+            if sufficient_side is not None and not is_low:
+                side = sufficient_side()
+            while not self._slots.acquire(timeout=_POLL_SECONDS):
+                deadline.check()
             process = self._process()
         if process is None:
             return decode.image_of(
                 content, limits, options, is_low=is_low, sufficient_side=sufficient_side
             )
-        side = None if sufficient_side is None or is_low else sufficient_side()
         try:
-            image = process.image_of((content, limits, options, is_low, side), work)
+            image = process.image_of((content, limits, options, is_low, side), deadline)
         except (EOFError, OSError):
             process.end()
             raise Unusable(
@@ -113,7 +114,7 @@ class PictureProcesses:
             raise
         finally:
             self._keep(process)
-            self._places.release()
+            self._slots.release()
         self.num_decoded += 1
         return image
 
@@ -128,7 +129,7 @@ class PictureProcesses:
         try:
             process = _Process(self._command)
         except OSError as error:
-            self._places.release()
+            self._slots.release()
             logger.warning("large pictures are decoded in this process: %s", error)
             return None
         self.num_started += 1
@@ -193,11 +194,11 @@ class _Process:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
-    def image_of(self, job: tuple[Any, ...], work: Work) -> Image:
+    def image_of(self, job: tuple[Any, ...], deadline: Deadline) -> Image:
         from PIL import Image
 
         self._jobs.send_bytes(pickle.dumps(job))
-        while not self._answers.poll(min(_POLL_SECONDS, work.check())):
+        while not self._answers.poll(min(_POLL_SECONDS, deadline.check())):
             pass
         size, reason = json.loads(self._answers.recv_bytes())
         if reason is not None:

@@ -1,4 +1,4 @@
-"""A prompt with media as the engine takes it, and the media of its sequences."""
+"""The media of a prompt: as the engine takes them, and as the device half uses them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _seen(span: MediaSpan, rows: IntArray) -> list[tuple[int, int]]:
 
 
 def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], rope: bool) -> None:
-    """Refuses media that belong to another prompt, or that the model does not take.
+    """Rejects media that belong to another prompt, or that the model does not take.
 
     Args:
         token_ids: Tokens of the prompt.
@@ -86,7 +86,7 @@ def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], r
         rope: True if its RoPE uses time, height and width.
 
     Raises:
-        InvalidParameterError: It says what was expected.
+        InvalidParameterError: Names the field that does not fit.
     """
     prompt, spans = getattr(media, "prompt", None), getattr(media, "spans", None)
     if not isinstance(prompt, MediaPrompt) or not isinstance(spans, tuple):
@@ -96,26 +96,28 @@ def check_prepared(media: Any, token_ids: Sequence[int], kinds: Sequence[str], r
     except TypeError:
         raise InvalidParameterError("prompt_token_ids", "a list of tokens", token_ids) from None
     if not is_same:
-        expected = "the media of this very prompt, which has other tokens,"
+        expected = "the media of this prompt, which has other tokens,"
         raise InvalidParameterError("media", expected, prompt)
     if not len(spans) == len(prompt.spans) == len(prompt.inputs):
         expected = f"{len(prompt.spans)} spans, one for each item of its prompt"
         raise InvalidParameterError("media.spans", expected, spans)
-    for span, place, inputs in zip(spans, prompt.spans, prompt.inputs):
+    for span, expected_span, inputs in zip(spans, prompt.spans, prompt.inputs):
         if not isinstance(span, MediaSpan):
             raise InvalidParameterError("media.spans", "a tuple of MediaSpan", span)
         if inputs.kind not in kinds:
             takes = " or ".join(kinds)
             raise InvalidParameterError("media", f"{takes}, which the model takes,", inputs.kind)
-        rows = np.asarray(place.rows)
-        if (span.offset, span.length) != (place.offset, place.length):
-            expected = f"at {place.offset}, of length {place.length}, as in its prompt"
+        rows = np.asarray(expected_span.rows)
+        if (span.offset, span.length) != (expected_span.offset, expected_span.length):
+            expected = (
+                f"at {expected_span.offset}, of length {expected_span.length}, as in its prompt"
+            )
             raise InvalidParameterError("media.spans", expected, span)
         ascending = len(rows) == 1 or bool((np.diff(rows) > 0).all())
         within = len(rows) > 0 and span.offset <= rows[0] and rows[-1] < span.end
         if not (ascending and within and len(rows) == inputs.num_rows == span.num_rows):
             expected = f"{inputs.num_rows} ascending rows within its span"
-            raise InvalidParameterError("media.spans", expected, place)
+            raise InvalidParameterError("media.spans", expected, expected_span)
     shape = None if prompt.rope_positions is None else np.shape(prompt.rope_positions)
     if rope and shape is not None and shape != (3, len(token_ids)):
         expected = f"of shape (3, {len(token_ids)})"

@@ -1,5 +1,7 @@
-"""Cache of processed items, kept while the items live. Agents resend old pictures with every turn,
-and scaling and cropping take longer than decoding."""
+"""ProcessedItems: caches the processor's results while their items live.
+
+Agents resend old pictures with every turn, and scaling and cropping take longer than decoding.
+"""
 
 from __future__ import annotations
 

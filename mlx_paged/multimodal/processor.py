@@ -28,7 +28,7 @@ from mlx_paged.multimodal.marked_text import MarkedText
 from mlx_paged.multimodal.marks import MARK, marked
 from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION
 from mlx_paged.multimodal.processed_items import ProcessedItems
-from mlx_paged.multimodal.recipes import RECIPES, WHOLE, Recipe, one_row
+from mlx_paged.multimodal.recipes import RECIPES, WHOLE, Placeholder, Recipe, one_row
 from mlx_paged.multimodal.rope_positions import Grid, rope_positions
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,6 @@ class _Expanded:
     inputs: MediaInputs
 
 
-# Placeholders: begin and end in the text, and kind.
-_Places: TypeAlias = Sequence[tuple[int, int, Kind]]
 _Items: TypeAlias = Sequence[tuple[Kind, _Expanded]]
 # Bytes of processed items kept for later prompts.
 _PROCESSED_BYTES = 512 << 20
@@ -106,7 +104,7 @@ class MediaModel:
         return _media_model, (self._processor, self._config, self.family.module, self.options)
 
     def with_options(self, options: Mapping[str, Any]) -> MediaModel:
-        """Returns the same with these keyword arguments for the processor."""
+        """Returns a copy with these keyword arguments for the processor."""
         return MediaModel(self._processor, self._config, self.family, options)
 
     @property
@@ -236,8 +234,8 @@ class MediaModel:
     def _process(
         self, text: str, given: Mapping[str, list[Any]], special: bool | None
     ) -> MediaPrompt:
-        places = self._places(text, given)
-        counts = {kind: [k for _, _, k in places].count(kind) for kind in KINDS}
+        placeholders = self._find_placeholders(text, given)
+        counts = {kind: [k for _, _, k in placeholders].count(kind) for kind in KINDS}
         for kind in KINDS:
             if given[kind]:
                 self._require(kind)
@@ -248,16 +246,17 @@ class MediaModel:
                 )
         items: dict[Kind, Iterator[Any]] = {kind: iter(given[kind]) for kind in KINDS}
         whole_from = self._recipe.whole_from
-        whole = whole_from is not None and len(places) >= whole_from
+        whole = whole_from is not None and len(placeholders) >= whole_from
         expanded = [
-            (kind, self._expand_once(kind, next(items[kind]), whole=whole)) for _, _, kind in places
+            (kind, self._expand_once(kind, next(items[kind]), whole=whole))
+            for _, _, kind in placeholders
         ]
-        if self._recipe.joins is not None and places:
-            return self._joined(self._recipe.joins(self._processor, text, places), expanded)
+        if self._recipe.joins is not None and placeholders:
+            return self._joined(self._recipe.joins(self._processor, text, placeholders), expanded)
         if self._recipe.text is not None:
-            tokens, offsets = self._with_texts(text, places, expanded, special)
+            tokens, offsets = self._with_texts(text, placeholders, expanded, special)
         else:
-            tokens, offsets = self._with_tokens(text, places, expanded, special)
+            tokens, offsets = self._with_tokens(text, placeholders, expanded, special)
         spans, inputs = [], []
         for offset, (kind, item) in zip(offsets, expanded):
             length = int(item.rows[-1] - item.rows[0]) + 1
@@ -294,7 +293,7 @@ class MediaModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The processor's."""
+        """The processor's tokenizer."""
         return getattr(self._processor, "tokenizer", self._processor)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -340,7 +339,7 @@ class MediaModel:
         return [start, *tokens]
 
     def _marked_pieces(self, text: str, special: bool | None) -> list[list[int]]:
-        """The tokens before, between and behind the places of a marked text."""
+        """Returns the tokens before, between and after the placeholders of a marked text."""
         pieces = self._marked_text.pieces(text)
         if self._adds_special(text, special):
             before, after = self._special()
@@ -380,8 +379,8 @@ class MediaModel:
             return None
         return found if isinstance(found, str) else None
 
-    def _places(self, text: str, given: Mapping[str, list[Any]]) -> list[tuple[int, int, Kind]]:
-        """Yields begin and end of each placeholder in a text, and its kind."""
+    def _find_placeholders(self, text: str, given: Mapping[str, list[Any]]) -> list[Placeholder]:
+        """Returns the placeholders in a text, in order."""
         markers: dict[str, Kind] = {}
         for kind in self.kinds:
             for i in range(max(1, len(given[kind]))):  # They may be numbered.
@@ -390,14 +389,14 @@ class MediaModel:
             return []
         longest_first = sorted(markers, key=len, reverse=True)
         pattern = re.compile("|".join(re.escape(marker) for marker in longest_first))
-        return [(*m.span(), markers[m.group()]) for m in pattern.finditer(text)]
+        return [Placeholder(*m.span(), markers[m.group()]) for m in pattern.finditer(text)]
 
     def _with_tokens(
-        self, text: str, places: _Places, expanded: _Items, special: bool | None
+        self, text: str, placeholders: Sequence[Placeholder], expanded: _Items, special: bool | None
     ) -> tuple[list[int], list[int]]:
-        """The prompt's tokens, and the offset of each span, with tokens for placeholders."""
+        """Returns a prompt's tokens with items in place of placeholders, and the spans' offsets."""
         find = self._before_text if self._recipe.leads else self._between
-        between = find(text, places, special)
+        between = find(text, placeholders, special)
         tokens, offsets = list(between[0]), []
         for i, ((_, item), following) in enumerate(zip(expanded, between[1:])):
             tokens += self._number(i + 1)
@@ -405,30 +404,31 @@ class MediaModel:
             tokens += [*item.token_ids, *following]
         return tokens, offsets
 
-    def _before_text(self, text: str, places: _Places, special: bool | None) -> list[list[int]]:
-        """As `_between`, with all placeholders moved before the text, after the start token."""
-        edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
-        parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
-        tokens = self.encode("".join(parts), add_special_tokens=special)
+    def _before_text(
+        self, text: str, placeholders: Sequence[Placeholder], special: bool | None
+    ) -> list[list[int]]:
+        """Like `_between`, with all placeholders moved to the front, after the start token."""
+        tokens = self.encode("".join(_texts_around(text, placeholders)), add_special_tokens=special)
         num_first = 0 if special is False else 1
-        if not places:
+        if not placeholders:
             return [tokens]
-        return [tokens[:num_first], *([] for _ in places[1:]), tokens[num_first:]]
+        return [tokens[:num_first], *([] for _ in placeholders[1:]), tokens[num_first:]]
 
     def _number(self, index: int) -> list[int]:
         if self._recipe.number is None:
             return []
         return self._encode(self._recipe.number(self._processor, index), begins=False)
 
-    def _between(self, text: str, places: _Places, special: bool | None) -> list[list[int]]:
-        """The tokens before, between and behind placeholders."""
+    def _between(
+        self, text: str, placeholders: Sequence[Placeholder], special: bool | None
+    ) -> list[list[int]]:
+        """Returns the tokens before, between and after placeholders."""
         if MARK in text:
-            edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
-            parts = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
-            return self._marked_pieces(self._marked_text.place.join(parts), special)
+            texts = _texts_around(text, placeholders)
+            return self._marked_pieces(self._marked_text.place.join(texts), special)
         whole = self._encode(text, begins=True, special=special)
         found, done = [], 0
-        for begin, end, _ in places:
+        for begin, end, _ in placeholders:
             marker = self._encode(text[begin:end], begins=False)
             size = len(marker)
             at = next((i for i in range(done, len(whole)) if whole[i : i + size] == marker), None)
@@ -439,19 +439,18 @@ class MediaModel:
         else:
             return [*found, whole[done:]]
         # A placeholder that is no token: then the text around it is encoded apart from it.
-        edges = [0, *(edge for place in places for edge in place[:2]), len(text)]
         return [
-            self._encode(text[edges[i] : edges[i + 1]], begins=i == 0, special=special)
-            for i in range(0, len(edges), 2)
+            self._encode(part, begins=i == 0, special=special)
+            for i, part in enumerate(_texts_around(text, placeholders))
         ]
 
     def _with_texts(
-        self, text: str, places: _Places, expanded: _Items, special: bool | None
+        self, text: str, placeholders: Sequence[Placeholder], expanded: _Items, special: bool | None
     ) -> tuple[list[int], list[int]]:
-        """Likewise, with texts for placeholders."""
+        """Like `_with_tokens`, with the recipe's texts for placeholders."""
         assert self._recipe.text is not None
         parts, done = [], 0
-        for begin, end, kind in places:
+        for begin, end, kind in placeholders:
             parts += [text[done:begin], self._recipe.text(self._processor, kind)]
             done = end
         tokens = self.encode("".join(parts) + text[done:], add_special_tokens=special)
@@ -508,7 +507,7 @@ class MediaModel:
         return _Expanded([max(0, token) for token in tokens], rows, inputs)
 
     def _placeholder_ids(self, kind: Kind) -> list[int]:
-        """Positions of an item's rows."""
+        """Returns the token ids that stand for the rows of such items."""
         names = [name.format(kind) for name in _PLACEHOLDER_IDS]
         found = [getattr(self._config, name, None) for name in names]
         return [token for token in found if isinstance(token, int)]
@@ -539,7 +538,7 @@ class MediaModel:
         return grids
 
     def _positions_of_frame(self, item: MediaInputs) -> float:
-        """Returns the positions in time per frame (Qwen 2.5 VL and Omni); 1 for other models."""
+        """Returns the RoPE time positions per frame (Qwen 2.5 VL and Omni); 1 for other models."""
         a_second = getattr(self._config, "position_id_per_seconds", None) or getattr(
             self._config.vision_config, "tokens_per_second", None
         )
@@ -547,6 +546,13 @@ class MediaModel:
         if item.kind != "video" or not a_second or seconds is None:
             return 1.0
         return float(a_second) * float(np.array(seconds).reshape(-1)[0])
+
+
+def _texts_around(text: str, placeholders: Sequence[Placeholder]) -> list[str]:
+    """Returns the texts before, between and after placeholders."""
+    begins = [0, *(placeholder.end for placeholder in placeholders)]
+    ends = [*(placeholder.begin for placeholder in placeholders), len(text)]
+    return [text[begin:end] for begin, end in zip(begins, ends)]
 
 
 def _as_numpy(value: Any) -> Any:

@@ -55,7 +55,7 @@ def prepare(
         reason = lines[0][:200] if lines else type(error).__name__
         message = f"the model's processor does not take it: {reason}"
         raise InvalidMediaError(part, message) from error
-    _check_places(prompt, by_kind, where)
+    _check_counts(prompt, by_kind, where)
     settings = model.settings_digest
     used = {kind: iter(found) for kind, found in by_kind.items()}
     held = [[next(used[span.kind]) for _ in range(span.num_items)] for span in prompt.spans]
@@ -96,16 +96,16 @@ def _refused(model: Any, items: Sequence[MediaItem]) -> str | None:
     return None
 
 
-def _check_places(
+def _check_counts(
     prompt: MediaPrompt, by_kind: Mapping[Kind, Sequence[MediaItem]], where: str
 ) -> None:
     """Checks the number of placeholders: a program may write too many, a template too few."""
     for kind, items in by_kind.items():
-        places = sum(span.num_items for span in prompt.spans if span.kind == kind)
-        if places != len(items):
+        count = sum(span.num_items for span in prompt.spans if span.kind == kind)
+        if count != len(items):
             raise InvalidMediaError(
                 where,
-                f"the prompt has places for {places} {NOUNS[kind]} and there are {len(items)}",
+                f"the prompt has placeholders for {count} {NOUNS[kind]} and there are {len(items)}",
             )
 
 

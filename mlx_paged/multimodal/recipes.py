@@ -6,20 +6,33 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mlx_paged.content import Kind
 
-#: An option of ours: the item is not cut into tiles.
+#: An option of this package: the item is not cut into tiles.
 WHOLE = "_whole"
 # The processor, the kind, the placeholder, the item, options -> the processor's output.
 Call = Callable[[Any, Kind, str, Any, Mapping[str, Any]], Mapping[str, Any]]
 
 
+class Placeholder(NamedTuple):
+    """A placeholder in the text of a prompt.
+
+    Attributes:
+        begin, end: Its range of characters.
+        kind: Kind of the item that it stands for.
+    """
+
+    begin: int
+    end: int
+    kind: Kind
+
+
 def one_row(token_ids: Any) -> list[int]:
-    """Returns a processor's tokens, which it makes as rows of a batch."""
+    """Returns the tokens of a processor's output, which is a batch of one row."""
     found = np.array(token_ids)
     return found.reshape(-1).tolist()
 
@@ -198,8 +211,8 @@ _MOLMO = "<|image|>"
 
 
 def _indexed(tokens: Sequence[int], arrays: Mapping[str, Any]) -> np.ndarray:
-    places = np.array(arrays["image_input_idx"]).reshape(-1)
-    return np.unique(places[places >= 0])
+    indices = np.array(arrays["image_input_idx"]).reshape(-1)
+    return np.unique(indices[indices >= 0])
 
 
 def _call_llava_next(
@@ -208,17 +221,17 @@ def _call_llava_next(
     from transformers.image_processing_utils import select_best_resolution
 
     output = dict(_call_processor(processor, kind, marker, item, options))
-    places = processor.image_processor.image_grid_pinpoints
-    best = select_best_resolution(np.array(output["image_sizes"]).reshape(-1).tolist(), places)
+    sizes = processor.image_processor.image_grid_pinpoints
+    best = select_best_resolution(np.array(output["image_sizes"]).reshape(-1).tolist(), sizes)
     size = output["pixel_values"].shape[-1]
     # Rows and columns of tiles, which do not follow from the number of tiles.
     return {**output, "tile_grid": np.array([best[0] // size, best[1] // size])}
 
 
-def _paligemma_text(processor: Any, text: str, places: Sequence[tuple[int, int, Kind]]) -> str:
-    """All rows of each picture in its place, the start token behind the last of them."""
+def _paligemma_text(processor: Any, text: str, placeholders: Sequence[Placeholder]) -> str:
+    """Replaces placeholders by the rows of their pictures; adds the start token after the last."""
     parts, done = [], 0
-    for begin, end, _ in places:
+    for begin, end, _ in placeholders:
         parts += [text[done:begin], processor.image_token * processor.image_seq_length]
         done = end
     return "".join(parts) + processor.tokenizer.bos_token + text[done:] + "\n"
@@ -242,8 +255,8 @@ class Recipe:
         text: The processor's text for a placeholder, if it makes one text of the prompt and tokens
             join across borders; None if tokens replace a placeholder.
         rows: Finds the rows among the processor's tokens; None: they have the placeholder's id.
-        joins: The processor's text for a whole prompt, given its text with places for items, which
-            make one span.
+        joins: The processor's text for a whole prompt, given its text and the placeholders in it;
+            all items make one span.
         leads: True if items come before all text, after the start token.
         number: The processor's numbering before an item; "" if there is none.
         adds_start: True if the processor begins prompts with the start token (or the end token, if
@@ -255,7 +268,7 @@ class Recipe:
     call: Call = _call_processor
     text: Callable[[Any, Kind], str] | None = None
     rows: Callable[[Sequence[int], Mapping[str, Any]], np.ndarray] | None = None
-    joins: Callable[[Any, str, Sequence[tuple[int, int, Kind]]], str] | None = None
+    joins: Callable[[Any, str, Sequence[Placeholder]], str] | None = None
     leads: bool = False
     number: Callable[[Any, int], str] | None = None
     adds_start: bool = False

@@ -58,12 +58,12 @@ def rope_positions(
         text = grid.offset - done
         positions[:, done : grid.offset] = following + np.arange(text)
         following += text
-        place = np.indices((grid.frames, grid.height, grid.width)).reshape(3, -1).astype(np.float64)
-        place[0] *= grid.seconds
+        patch = np.indices((grid.frames, grid.height, grid.width)).reshape(3, -1).astype(np.float64)
+        patch[0] *= grid.seconds
         if not fractions:
-            place[0] = np.floor(place[0])
+            patch[0] = np.floor(patch[0])
         done = grid.offset + grid.length
-        positions[:, grid.offset : done] = following + place
+        positions[:, grid.offset : done] = following + patch
         following = number(positions[:, grid.offset : done].max()) + 1
     positions[:, done:] = following + np.arange(num_tokens - done)
     following += num_tokens - done

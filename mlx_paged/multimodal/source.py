@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from mlx_paged.addresses import Reach, UnreachableHostError, addresses_of
-from mlx_paged.multimodal.items import Unusable, Work
+from mlx_paged.multimodal.items import Deadline, Unusable
 
 if TYPE_CHECKING:
     import ssl
@@ -51,7 +51,7 @@ def read_url(
     max_redirects: int,
     local_path: Path | None,
     domains: Sequence[str] | None,
-    work: Work,
+    deadline: Deadline,
 ) -> bytes:
     """Returns the bytes of a URL.
 
@@ -60,19 +60,19 @@ def read_url(
         max_redirects: Maximum redirects.
         local_path: Resolved folder of files that URLs may name; None allows no files.
         domains: Hosts to fetch from, whatever their addresses; None: any with a public address.
-        work: The time limit.
+        deadline: The time limit.
 
     Raises:
         Unusable: The URL is not allowed, or has no content.
-        CancelledError: Nobody waits any more.
+        CancelledError: The request was cancelled.
     """
     scheme = url[:16].partition(":")[0].lower()
     if scheme == "data":
         return data_of(url, max_bytes)
     if scheme == "file":
-        return _local_file(url, max_bytes, local_path, work)
+        return _local_file(url, max_bytes, local_path, deadline)
     if scheme in _PORTS:
-        return _fetch(url, max_bytes, max_redirects, domains, work)
+        return _fetch(url, max_bytes, max_redirects, domains, deadline)
     raise Unusable("it must be a data:, http:, https: or file: URL")
 
 
@@ -126,7 +126,7 @@ def from_base64(text: str, max_bytes: int) -> bytes:
 # file:
 
 
-def _local_file(url: str, max_bytes: int, allowed: Path | None, work: Work) -> bytes:
+def _local_file(url: str, max_bytes: int, allowed: Path | None, deadline: Deadline) -> bytes:
     if allowed is None:
         raise Unusable("files may not be named: allowed_local_media_path is not set")
     try:
@@ -139,15 +139,15 @@ def _local_file(url: str, max_bytes: int, allowed: Path | None, work: Work) -> b
         raise Unusable("there is no such file under allowed_local_media_path") from None
     if not path.is_relative_to(allowed):
         raise Unusable("there is no such file under allowed_local_media_path")
-    return read_file(path, max_bytes, work)
+    return read_file(path, max_bytes, deadline)
 
 
-def read_file(path: Path, max_bytes: int, work: Work) -> bytes:
+def read_file(path: Path, max_bytes: int, deadline: Deadline) -> bytes:
     """Returns the bytes of a regular file.
 
     Raises:
         Unusable: There is none, or it is too large.
-        CancelledError: Nobody waits any more.
+        CancelledError: The request was cancelled.
     """
     try:
         # Non-blocking, because a pipe may have no writer.
@@ -161,7 +161,7 @@ def read_file(path: Path, max_bytes: int, work: Work) -> bytes:
             chunks: list[bytes] = []
             left = max_bytes + 1
             while left and (chunk := file.read(min(left, 1 << 20))):
-                work.check()
+                deadline.check()
                 chunks.append(chunk)
                 left -= len(chunk)
     except (OSError, ValueError) as error:
@@ -176,7 +176,7 @@ def read_file(path: Path, max_bytes: int, work: Work) -> bytes:
 
 
 def _fetch(
-    url: str, max_bytes: int, max_redirects: int, domains: Sequence[str] | None, work: Work
+    url: str, max_bytes: int, max_redirects: int, domains: Sequence[str] | None, deadline: Deadline
 ) -> bytes:
     try:
         import httpcore2
@@ -186,9 +186,9 @@ def _fetch(
     for _ in range(max_redirects + 1):
         parts = _checked(url, domains)
         try:
-            found = _get(parts, max_bytes, domains, work)
+            found = _get(parts, max_bytes, domains, deadline)
         except (httpcore2.TimeoutException, TimeoutError):
-            work.check()
+            deadline.check()
             raise Unusable(f"{parts.hostname} does not answer") from None
         except (
             httpcore2.NetworkError,
@@ -198,7 +198,7 @@ def _fetch(
             OSError,
             ValueError,
         ):
-            work.check()
+            deadline.check()
             raise Unusable(f"it cannot be fetched from {parts.hostname}") from None
         if isinstance(found, bytes):
             return found
@@ -230,7 +230,7 @@ def _plain(host: str) -> str:
 
 
 def _get(
-    parts: SplitResult, max_bytes: int, domains: Sequence[str] | None, work: Work
+    parts: SplitResult, max_bytes: int, domains: Sequence[str] | None, deadline: Deadline
 ) -> bytes | str:
     """Makes one request; returns the bytes of the answer, or the target of a redirect."""
     import httpcore2
@@ -260,7 +260,7 @@ def _get(
         "Accept-Encoding": "identity",  # so that no compressed bomb is unpacked
         "Connection": "close",
     }
-    backend = _pinned_backend(Reach.PUBLIC if domains is None else Reach.ANY, work)
+    backend = _pinned_backend(Reach.PUBLIC if domains is None else Reach.ANY, deadline)
     context = _ssl_context() if parts.scheme == "https" else None
     with (
         httpcore2.ConnectionPool(ssl_context=context, network_backend=backend) as pool,
@@ -282,7 +282,7 @@ def _get(
             raise _too_large(max_bytes)
         chunks, size = [], 0
         for chunk in response.iter_stream():
-            work.check()
+            deadline.check()
             size += len(chunk)
             if size > max_bytes:
                 raise _too_large(max_bytes)
@@ -307,8 +307,8 @@ def _ssl_context() -> ssl.SSLContext:
     return httpx2.create_ssl_context()
 
 
-def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
-    """A network that connects to checked addresses, and obeys `work`."""
+def _pinned_backend(reach: Reach, deadline: Deadline) -> httpcore2.NetworkBackend:
+    """A network that connects to checked addresses, and obeys `deadline`."""
     import httpcore2
 
     class Stream(httpcore2.NetworkStream):
@@ -317,14 +317,14 @@ def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
 
         def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
             while True:
-                self._socket.settimeout(min(_TURN, work.check()))
+                self._socket.settimeout(min(_TURN, deadline.check()))
                 try:
                     return self._socket.recv(max_bytes)
                 except TimeoutError:
                     pass
 
         def write(self, buffer: bytes, timeout: float | None = None) -> None:
-            self._socket.settimeout(work.check())
+            self._socket.settimeout(deadline.check())
             self._socket.sendall(buffer)
 
         def close(self) -> None:
@@ -336,7 +336,7 @@ def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
             server_hostname: str | None = None,
             timeout: float | None = None,
         ) -> httpcore2.NetworkStream:
-            self._socket.settimeout(min(_HANDSHAKE, work.check()))  # for the whole handshake
+            self._socket.settimeout(min(_HANDSHAKE, deadline.check()))  # for the whole handshake
             try:
                 wrapped = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
             except BaseException:
@@ -363,8 +363,8 @@ def _pinned_backend(reach: Reach, work: Work) -> httpcore2.NetworkBackend:
                 raise Unusable(f"{error}{named}" if error.is_forbidden else str(error)) from None
             for each in others:
                 with suppress(OSError):  # such as for IPv6, if this machine has none
-                    return Stream(_connected(each, min(_PATIENCE, work.check())))
-            return Stream(_connected(last, work.check()))
+                    return Stream(_connected(each, min(_PATIENCE, deadline.check())))
+            return Stream(_connected(last, deadline.check()))
 
     return Backend()
 

@@ -68,10 +68,10 @@ class StepMediaBuilder:
             positions = np.arange(ends[-1]) + np.repeat(starts - ends + num_rows, num_rows)
             deltas = np.repeat(deltas, num_rows)
         chunks = []
-        for place in np.flatnonzero(starts < self._prompt_lens).tolist():
-            media, start, count = self._media[place], int(starts[place]), int(num_rows[place])
+        for index in np.flatnonzero(starts < self._prompt_lens).tolist():
+            media, start, count = self._media[index], int(starts[index]), int(num_rows[index])
             assert media is not None
-            chunks.append(_Chunk(media, start, start + count, int(ends[place]) - count))
+            chunks.append(_Chunk(media, start, start + count, int(ends[index]) - count))
         rope = bounds = features = None
         if self._uses_rope_positions:
             rope = _rope_positions(positions + deltas, chunks, fractions=self._has_fractions)

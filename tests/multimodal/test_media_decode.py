@@ -30,7 +30,7 @@ from support.media_files import (
 from mlx_paged.content import MediaSource
 from mlx_paged.errors import InvalidMediaError
 from mlx_paged.multimodal import decode
-from mlx_paged.multimodal.items import Unusable, Work
+from mlx_paged.multimodal.items import Deadline, Unusable
 from mlx_paged.multimodal.loader import MediaLoader
 from mlx_paged.multimodal.options import IoOptions, MediaLimits, MediaOptions
 
@@ -53,8 +53,8 @@ BROKEN = {
 }
 
 
-def work(seconds: float = 300) -> Work:
-    return Work(seconds, threading.Event(), "it was not decoded")
+def work(seconds: float = 300) -> Deadline:
+    return Deadline(seconds, threading.Event(), "it was not decoded")
 
 
 def image_of(content: bytes, **limits: Any) -> Image.Image:
@@ -288,7 +288,7 @@ def test_a_clip_that_is_too_much_is_refused(limits: dict[str, Any], reason: str)
 
 
 def test_a_clip_takes_no_longer_than_it_may() -> None:
-    late = Work(1e-9, threading.Event(), "it was not decoded")
+    late = Deadline(1e-9, threading.Event(), "it was not decoded")
     with pytest.raises(Unusable, match="not decoded within 1e-09 s"):
         decode.video_of(clip(), MediaLimits(), IoOptions(), late)
 

@@ -22,10 +22,10 @@ from mlx_paged.errors import InvalidMediaError, InvalidParameterError
 from mlx_paged.multimodal import decode, loader
 from mlx_paged.multimodal.items import (
     AudioClip,
+    Deadline,
     OutOfTime,
     Unusable,
     VideoFrames,
-    Work,
 )
 from mlx_paged.multimodal.loader import MediaLoader
 from mlx_paged.multimodal.options import IoOptions, MediaLimits, MediaOptions
@@ -151,14 +151,14 @@ def test_another_prompt_whose_time_is_up_fails_alone() -> None:
 
     def first() -> None:
         try:
-            kept.get(digest, out_of_time, Work(300, threading.Event(), ""))
+            kept.get(digest, out_of_time, Deadline(300, threading.Event(), ""))
         except Unusable as error:
             failures.append(f"{error}")
 
     thread = threading.Thread(target=first)
     thread.start()
     assert begun.wait(300)
-    assert kept.get(digest, lambda: picture, Work(300, threading.Event(), "")) is picture
+    assert kept.get(digest, lambda: picture, Deadline(300, threading.Event(), "")) is picture
     thread.join(300)
     assert failures == ["it was not decoded within 60 s"]
 

@@ -228,7 +228,9 @@ def test_vllms_prompts(llm: LLM) -> None:
 
 
 def test_a_prompt_must_have_as_many_places_as_items(llm: LLM) -> None:
-    with pytest.raises(InvalidMediaError, match="places for 0 images and there are 1") as caught:
+    with pytest.raises(
+        InvalidMediaError, match="placeholders for 0 images and there are 1"
+    ) as caught:
         llm.generate({"prompt": "none", "multi_modal_data": {"image": picture()}}, SHORT)
     assert caught.value.field == "prompts[0]"
 
@@ -385,11 +387,11 @@ def test_an_async_engine_takes_vllms_prompts() -> None:
 def test_a_cancelled_caller_leaves_nothing_in_work(monkeypatch) -> None:
     entered, ended = threading.Event(), threading.Event()
 
-    def read_url(url: str, *, work: Any, **_: Any) -> bytes:
+    def read_url(url: str, *, deadline: Any, **_: Any) -> bytes:
         entered.set()
         try:
             while True:
-                work.check()
+                deadline.check()
         finally:
             ended.set()
 

@@ -15,7 +15,7 @@ import pytest
 
 from mlx_paged.addresses import Reach, UnreachableHostError, addresses_of
 from mlx_paged.multimodal import source
-from mlx_paged.multimodal.items import Unusable, Work
+from mlx_paged.multimodal.items import Deadline, Unusable
 from mlx_paged.multimodal.source import read_url
 
 LOOPBACK = ("127.0.0.1",)
@@ -23,8 +23,8 @@ LOOPBACK = ("127.0.0.1",)
 
 def read(url: str, *, seconds: float = 300.0, cancelled: Any = None, **options: Any) -> bytes:
     defaults = {"max_bytes": 1000, "max_redirects": 3, "local_path": None, "domains": None}
-    work = Work(seconds, cancelled or threading.Event(), "it was not fetched")
-    return read_url(url, work=work, **{**defaults, **options})  # type: ignore[arg-type]
+    deadline = Deadline(seconds, cancelled or threading.Event(), "it was not fetched")
+    return read_url(url, deadline=deadline, **{**defaults, **options})  # type: ignore[arg-type]
 
 
 def refusal(url: str, **options: Any) -> str:

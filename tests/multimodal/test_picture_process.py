@@ -18,7 +18,7 @@ from PIL import Image
 from support.media_files import RED, saved
 
 from mlx_paged.multimodal import decode, picture_process
-from mlx_paged.multimodal.items import Unusable, Work
+from mlx_paged.multimodal.items import Deadline, Unusable
 from mlx_paged.multimodal.options import IoOptions, MediaLimits
 from mlx_paged.multimodal.picture_process import PictureProcesses
 
@@ -31,7 +31,7 @@ def processes() -> Iterator[PictureProcesses]:
 
 
 def image_of(processes: PictureProcesses, content: bytes, **options: Any) -> Image.Image:
-    work = Work(300, threading.Event(), "it was not decoded")
+    work = Deadline(300, threading.Event(), "it was not decoded")
     return processes.image_of(content, MediaLimits(), IoOptions(), work, **options)
 
 
@@ -104,7 +104,7 @@ def test_prints_of_libraries_are_no_answers() -> None:
 def test_a_client_that_has_gone_ends_the_process_that_decodes_for_it() -> None:
     slow = PictureProcesses((sys.executable, "-c", "import sys; sys.stdin.buffer.read()"))
     gone = threading.Event()
-    work = Work(300, gone, "it was not decoded")
+    work = Deadline(300, gone, "it was not decoded")
     threading.Timer(0.2, gone.set).start()
     with pytest.raises(CancelledError):
         slow.image_of(webp(), MediaLimits(), IoOptions(), work)
