@@ -1,4 +1,4 @@
-"""One answer from its tokens: the events of a stream, and the items of a whole answer."""
+"""AnswerReader: turns the tokens of an answer into events, and collects the items of the answer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Answer:
         return [i for i in self._items if isinstance(i, ToolCall)]
 
     def extend_content(self, text: str) -> bool:
-        """Takes more text, if there was some last."""
+        """Appends to the last item if it is text; returns False if it is not."""
         last = self._items[-1] if self._items else None
         if not isinstance(last, tuple) or last[0] is not events.ContentText:
             return False
@@ -208,7 +208,7 @@ class AnswerReader:
         # Without tools, no text is the beginning of a call.
         for event in self._rest(is_cut=is_cut and bool(self._tools)):
             if isinstance(event, events.ContentText) and self._is_calls and is_cut:
-                continue  # the beginning of a call that nobody can make
+                continue  # the beginning of a call, which is no use without the rest
             if isinstance(event, events.CallEnd) and event.lacks_end and is_cut:
                 event = events.CallEnd(is_complete=False)
             yield from self._take(event)
@@ -262,7 +262,7 @@ class AnswerReader:
                 yield self._added(certain)
 
     def _with_input(self, event: events.Event) -> Iterator[events.Event]:
-        """An event of a call of a custom tool: its input takes the place of its arguments."""
+        """Yields an event of a custom tool's call, with its input in place of its arguments."""
         assert self._input is not None
         if isinstance(event, events.CallArguments):
             if text := self._input.feed(event.text):
@@ -327,7 +327,7 @@ def answer_parser(
     *,
     begins_inside: bool,
 ) -> Parser:
-    """The parser of an answer: reasoning around calls and text."""
+    """Returns the parser of an answer: of its reasoning, text and calls."""
     if tool_format is not None and tool_format.reads_everything:
         return tool_format.parser(tools)
 

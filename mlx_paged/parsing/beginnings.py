@@ -1,4 +1,4 @@
-"""Recognizes texts that may still become one of several, when more arrives."""
+"""Beginnings: recognizes prefixes of texts that match one of several expressions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Beginnings:
         self._texts = [[_step(unit) for unit in text] for text in texts]
 
     def has(self, text: str) -> bool:
-        """Returns True if a text is a beginning of one, or a whole one."""
+        """True if a text is a prefix of a match, or a match."""
         return any(_begins(steps, text) for steps in self._texts)
 
 

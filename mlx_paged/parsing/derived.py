@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,27 +16,25 @@ from mlx_paged.parsing.call_syntax import (
     CallSyntax,
     Hole,
     JsonKeys,
-    NotDerived,
     Parameters,
     Piece,
-    derive_syntax,
 )
 from mlx_paged.parsing.definitions import Tool
+from mlx_paged.parsing.derived_syntax import NotDerived, derive_syntax
 from mlx_paged.parsing.escaped_json import escaped_arguments, left_out
-from mlx_paged.parsing.events import CallBegin, CallEnd, ContentText, Event
 from mlx_paged.parsing.format import Parser, ToolFormat, lark_arguments
 from mlx_paged.parsing.frames import FramedParser
 from mlx_paged.parsing.headed_json import Head, HeadedCalls
 from mlx_paged.parsing.json_blocks import CallBlockParser
 from mlx_paged.parsing.json_calls import CallsReader, JsonCall, JsonCalls
 from mlx_paged.parsing.lark import MORE_CALLS, Lark
-from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.parameter_calls import ParameterCalls, ParameterTexts
 from mlx_paged.parsing.parameter_format import ParameterFormat
 from mlx_paged.parsing.parameters import parameter_lists
 from mlx_paged.parsing.python_calls import PythonCalls
 from mlx_paged.parsing.pythonic import python_call
 from mlx_paged.parsing.schemas import Schema, types_of
+from mlx_paged.parsing.sections import SectionParser
 from mlx_paged.parsing.tagged_parser import TaggedParser
 from mlx_paged.parsing.tags import Tags
 from mlx_paged.templates.probe import TemplateProbe, is_marker
@@ -262,7 +260,7 @@ class _PythonFormat(ParameterFormat, DerivedFormat):
             return BareCallsParser(lambda: PythonCalls(tools), "[", (), self.layout.ends)
         if self._is_list:
             return _sections(self, lambda: PythonCalls(tools))
-        return _sections(self, lambda: _UnlistedCalls(tools))
+        return _sections(self, lambda: PythonCalls(tools, in_list=False))
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         return python_call(lark, tool, has_json_words=self.syntax.has_json_words)
@@ -486,148 +484,6 @@ def _sections(format: DerivedFormat, reader: Callable[[], CallsReader]) -> Parse
             ends=layout.ends,
         )
     )
-
-
-class SectionParser:
-    """Omits text around all calls of an answer, and between two of them.
-
-    A section without a call is text, and so is a separator without a following call.
-
-    Args:
-        inner: Reads the rest.
-        begin, end: Markers of a section; "" if there are none.
-        lead: Text between the section's marker and the first call.
-        between: Texts between two calls, or between a call and the section's end.
-        begins: Markers that begin calls.
-        ends: Markers before these texts; if empty, the texts follow the call.
-    """
-
-    def __init__(
-        self,
-        inner: Parser,
-        begin: str = "",
-        end: str = "",
-        *,
-        lead: str = "",
-        between: Collection[str] = (),
-        begins: Collection[str] = (),
-        ends: Collection[str] = (),
-    ) -> None:
-        self._inner = inner
-        self._begin = begin
-        self._end = end
-        self._lead = "".join(lead.split())
-        self._between = [bare for text in between if (bare := "".join(text.split()))]
-        self._begins = begins
-        self._ends = ends
-        self._held: list[str] = []  # of a section without a call so far
-        self._gap: str | None = None  # a possible separator; None: there can be none here
-        self._is_open = False
-        self._in_call = False
-        self._follows_call = False
-
-    @property
-    def in_string(self) -> bool:
-        """Returns True if a marker may be a part of a call."""
-        return self._in_call or bool(getattr(self._inner, "in_string", False))
-
-    def feed(self, lexeme: Lexeme) -> Iterator[Event]:
-        text, is_marker = lexeme
-        if self._gap is not None and not self._in_call:
-            bare = "".join((self._gap + text).split())
-            if not is_marker and any(between.startswith(bare) for between in self._between):
-                self._gap += text
-                return
-            gap, self._gap = self._gap, None
-            if gap and not (is_marker and text in (*self._begins, self._end)):
-                yield from self._events(self._inner.feed(Lexeme(gap)))
-        if is_marker and not self.in_string:
-            if text == self._begin:
-                yield from self._flush()
-                self._held, self._is_open = [text], False
-                return
-            if self._begin and text == self._end and (self._held or self._is_open):
-                yield from self._events(self._inner.finish())
-                if self._held:
-                    yield from self._flush(text)
-                self._is_open = False
-                return
-        elif self._held and self._inner.passes(text):
-            bare = "".join("".join([*self._held[1:], text]).split())
-            if self._lead.startswith(bare):
-                self._held.append(text)
-                return
-        yield from self._events(self._inner.feed(lexeme))
-        if self._between and self._follows_call and not self._in_call:
-            self._gap = "" if not self._ends or (is_marker and text in self._ends) else self._gap
-
-    def finish(self) -> Iterator[Event]:
-        gap, self._gap = self._gap, None
-        if gap:
-            yield from self._events(self._inner.feed(Lexeme(gap)))
-        yield from self._events(self._inner.finish())
-        yield from self._flush()
-
-    def passes(self, text: str) -> bool:
-        return self._gap is None and not self._held and self._inner.passes(text)
-
-    def _events(self, events: Iterable[Event]) -> Iterator[Event]:
-        for event in events:
-            if isinstance(event, CallBegin):
-                self._is_open = self._is_open or bool(self._held)
-                self._held = []
-                self._in_call = True
-            elif isinstance(event, CallEnd):
-                self._in_call, self._follows_call = False, True
-            elif isinstance(event, ContentText):
-                yield from self._flush()
-                self._follows_call = self._follows_call and event.text.isspace()
-            yield event
-
-    def _flush(self, more: str = "") -> Iterator[Event]:
-        held, self._held = "".join(self._held) + more, []
-        if held:
-            yield ContentText(held)
-
-
-class _UnlistedCalls:
-    """Calls as Python writes them, without a list around them."""
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = tools
-        self._reader = self._next()
-        self._num_before = 0
-
-    def _next(self) -> PythonCalls:
-        reader = PythonCalls(self._tools)
-        reader.feed("[", 0, [])
-        return reader
-
-    @property
-    def num_calls(self) -> int:
-        return self._num_before + self._reader.num_calls
-
-    @property
-    def has_failed(self) -> bool:
-        return self._reader.has_failed
-
-    @property
-    def in_string(self) -> bool:
-        return self._reader.in_string
-
-    def feed(self, text: str, at: int, out: list[Event]) -> int:
-        at = self._reader.feed(text, at, out)
-        while at < len(text) and self._reader.has_ended and re.match(r"[^\W\d]", text[at:]):
-            self._num_before += self._reader.num_calls
-            self._reader = self._next()
-            at = self._reader.feed(text, at, out)
-        return at
-
-    def finish(self, out: list[Event]) -> None:
-        self._reader.finish(out)
-
-    def unread(self) -> str:
-        return self._reader.unread().removeprefix("[")
 
 
 def why_not_derived(chat_template: str, vocabulary: Mapping[str, int]) -> str:

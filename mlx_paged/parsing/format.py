@@ -108,12 +108,12 @@ class ToolFormat(ABC):
         """
 
     def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        """Limits of the number of parameters that `forced` enforces by itself, by keyword."""
+        """Returns limits on the number of parameters that `forced` enforces itself, by keyword."""
         return {}
 
     def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        """Parts of a schema that `forced` leaves out, beyond `prepare_schema`: paths of keywords,
-        and their values.
+        """Returns paths and values of keywords that `forced` does not enforce, beyond those that
+        `prepare_schema` relaxes.
 
         Raises:
             InvalidParameterError: The schema cannot be used at all.
@@ -126,7 +126,7 @@ class ToolFormat(ABC):
 
 
 def lark_literal(text: str, vocabulary: Mapping[str, int]) -> str:
-    """A text as a sequence of Lark's strings and, for the added tokens in it, ``<[id]>``.
+    """Returns a text as strings of Lark and, for the added tokens in it, ``<[id]>``.
 
     llguidance takes every added token for special: a string never matches one.
     """
@@ -139,7 +139,7 @@ def lark_literal(text: str, vocabulary: Mapping[str, int]) -> str:
 
 
 def lark_escape(text: str) -> str:
-    """A text for a regular expression between Lark's slashes."""
+    """Escapes a text for a regular expression between Lark's slashes."""
     return re.sub(r"[^A-Za-z0-9_\s<>=:;,'\"\x80-\U0010ffff-]", r"\\\g<0>", text).replace(
         "\n", "\\n"
     )
@@ -178,7 +178,8 @@ def lark_arguments(tool: Tool, separators: tuple[str, str] | None = (", ", ": ")
 
 
 def arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's schema, for an object; without parameters that it does not list, if it lists any."""
+    """Returns the schema of a tool's arguments, an object. If it lists parameters, others are not
+    allowed, unless it says so."""
     schema = {"type": "object", **parameters}
     if "properties" in schema and not schema.keys() & _ADDS_PROPERTIES:
         schema["additionalProperties"] = False

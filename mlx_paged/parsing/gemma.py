@@ -283,7 +283,7 @@ class GemmaParser:
             self._add_quoted(space, pieces)
 
     def _take_stray(self) -> None:
-        """The text without quotes that came last has no place here."""
+        """Moves unquoted text out of the arguments: it is at a position where none is allowed."""
         self._stray += [*self._text, " "] if not self._is_blank else []
         self._text, self._is_blank = [], True
 
@@ -352,12 +352,12 @@ class GemmaParser:
         return text[at:]
 
     def _add_plain(self, text: str) -> None:
-        """More of a key or a value without quotes."""
+        """Adds text to an unquoted key or value."""
         self._text.append(text)
         self._is_blank = self._is_blank and not text.strip()
 
     def _in_key_at(self, c: str, pieces: list[str]) -> None:
-        """A character that means something ends a key, or is a part of it."""
+        """Reads a character of `_SYNTAX` within a key: it ends the key, or is a part of it."""
         text, quoted, pending = "".join(self._text), self._quoted_key, self._pending
         if c == ":":
             key = text.strip() if quoted is None else quoted
@@ -396,7 +396,7 @@ class GemmaParser:
         return re.search(r"\s", text) is None
 
     def _end_pending(self, pieces: list[str]) -> None:
-        """The value without quotes before the key has ended."""
+        """Ends the unquoted value before a key."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._write_plain(pending, pieces)
@@ -410,7 +410,7 @@ class GemmaParser:
             pieces.append(json.dumps(self._key, ensure_ascii=False) + ": ")
 
     def _end_value(self, pieces: list[str]) -> None:
-        """A value without quotes has ended."""
+        """Ends an unquoted value."""
         if self._pending is not None:
             text = "".join(self._text)
             self._pending += f",{text}" if text.strip() else ""

@@ -1,4 +1,4 @@
-"""gpt-oss (harmony): messages in channels. Reasoning, text and calls are told apart by them.
+"""gpt-oss (harmony): messages in channels, which distinguish reasoning, text and calls.
 
 <|channel|>analysis<|message|>The user wants the weather.<|end|>
 <|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>
@@ -225,7 +225,7 @@ class HarmonyParser:
             self._space = [text]
             return
         at, piece = arguments.take(text)
-        if arguments.has_failed:  # It calls nothing that we know.
+        if arguments.has_failed:  # It is no call after all.
             self._state = self._in_text
             self._write("".join(arguments.raw) + text[at:], out)
             return

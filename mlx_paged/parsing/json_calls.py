@@ -65,7 +65,7 @@ class JsonArguments:
         return at, self._take_held()
 
     def rest(self) -> str:
-        """Returns the held part; if the answer ends within them, it is all there is."""
+        """Returns the rest of arguments that the answer cut, which may still be held."""
         self._held.append(self._value.rest())
         return self._take_held()
 
@@ -243,7 +243,7 @@ class JsonCall:
         return at
 
     def _give_up(self) -> None:
-        """It is no JSON any more: a call that has begun ends here."""
+        """Ends the object at text that is not JSON: a call that has begun ends here."""
         self.has_failed = not self.has_begun
         self.has_ended = self.has_begun
 

@@ -142,7 +142,7 @@ class JsonValue:
         return at, "".join(out)
 
     def rest(self) -> str:
-        """The text that is held in case more follows: the text ends within the value."""
+        """Returns the text that is held back, for an answer that ends within the value."""
         held = self._comma + (self._key or "") + self._word
         self._comma, self._key, self._word = "", None, ""
         return held
@@ -199,7 +199,7 @@ class JsonValue:
         self._end_value()
 
     def _end_key(self, c: str, out: list[str]) -> None:
-        """A word in the place of a key is one if a colon follows."""
+        """Decides about a word where a key is expected: it is a key if a colon follows."""
         key, self._key = self._key, None
         if key is None:
             return

@@ -42,7 +42,7 @@ ONE_TO_MAX_CALLS = "{1,32}"
 
 
 class Lark:
-    """A grammar that grows.
+    """Builds a grammar rule by rule.
 
     llguidance takes every added token for special: a string never matches one, so markers that are
     tokens are written as tokens.
@@ -57,7 +57,7 @@ class Lark:
         self._defined: dict[str, str | None] = {}  # bodies of rules that were named before
 
     def text(self) -> str:
-        """The whole grammar. One rule must have been called ``start``."""
+        """Returns the grammar. One rule must have the name ``start``."""
         rules = [f"{name}: {body}\n" for body, name in self._rules.items()]
         return "".join(rules + [f"{name}: {body}\n" for name, body in self._defined.items()])
 
@@ -80,7 +80,7 @@ class Lark:
         return self._rules.setdefault(body, f"T{len(self._rules)}")
 
     def literal(self, text: str) -> str:
-        """A text; the added tokens in it are tokens."""
+        """Returns a text in Lark, with its added tokens as tokens."""
         return lark_literal(text, self._vocabulary)
 
     def has_token(self, marker: str) -> bool:
@@ -88,7 +88,7 @@ class Lark:
         return any(token and token in marker for token in self._vocabulary)
 
     def until(self, marker: str, *, allowed: str = _ANY_TEXT, others: Iterable[str] = ()) -> str:
-        """Returns text up to a marker, and the marker.
+        """Returns the rule of text up to a marker, and the marker.
 
         Args:
             allowed: Expression of the text's terminal.

@@ -286,15 +286,20 @@ class MinimaxM3Parser:
         return isinstance(schema, Mapping) and "properties" in schema
 
     def _schema_within(self, parent: _Value, key: str) -> schemas.Schema:
+        """Returns the schema of a child; {} allows any value, True is for an unknown parameter."""
         schema = schemas.resolved(parent.schema, self._root)
         if not isinstance(schema, Mapping):
             return {}
         if parent.closes == "]":
             return schema.get("items", {})  # type: ignore[no-any-return]
         known = schemas.properties_of({**self._root, **schema})
+        if key in known:
+            return known[key]
         others = schema.get("additionalProperties")
+        if isinstance(others, Mapping):
+            return others
         is_free = "properties" not in schema and parent.key != ""
-        return known.get(key, others if isinstance(others, Mapping) else {} if is_free else True)
+        return {} if is_free else True
 
     def _end(self, value: _Value) -> str:
         """The rest of a value's JSON."""

@@ -1,4 +1,4 @@
-"""Mistral: a JSON array after ``[TOOL_CALLS]`` (old), or name and arguments of each call (new).
+"""Mistral: a JSON array after ``[TOOL_CALLS]`` (old), or each call's name and arguments (new).
 
 [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}]
 [TOOL_CALLS]get_weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Oslo"}

@@ -18,7 +18,7 @@ Parameter = tuple[str, Schema, bool]
 # Lists of a tool: each is a rule with all its parameters.
 _MAX_LISTS = 64
 _MAX_LEVELS = 16
-# Parts of a schema that are looked at: references let a few stand for any number.
+# Maximum subschemas to visit: with references, a small schema can have any number of them.
 _MAX_PARTS = 1 << 14
 _RUST_LETTER = re.compile(r"\\u\{([0-9a-fA-F]+)\}")
 
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
     schema: Mapping[str, Any]
 
     def of(self, name: str) -> list[Schema]:
-        """Returns the facts about a property."""
+        """Returns the schemas that a property must satisfy."""
         found: list[Schema] = []
         properties = self.schema.get("properties") or {}
         if name in properties:
@@ -49,7 +49,7 @@ class _Object(NamedTuple):
     parts: list[_Part]
 
     def parameters(self) -> list[Parameter] | None:
-        """Its properties, in order; None: no object satisfies all parts."""
+        """Returns its properties, in order; None if no object satisfies all parts."""
         names: dict[str, bool] = {}
         for _, of_part in self.parts:
             required = list(of_part.get("required") or ())
@@ -57,19 +57,26 @@ class _Object(NamedTuple):
                 names[name] = names.get(name, False) or name in required
         found: list[Parameter] = []
         for name, is_required in names.items():
-            said: list[Schema] = []
+            schemas: list[Schema] = []
             for part in self.parts:
-                said += [s for s in part.of(name) if s is not True and s != {} and s not in said]
-            if any(schema is False for schema in said):
+                schemas += [
+                    s for s in part.of(name) if s is not True and s != {} and s not in schemas
+                ]
+            if any(schema is False for schema in schemas):
                 if is_required:
                     return None
                 continue
-            schema: Schema = said[0] if len(said) == 1 else {"allOf": said} if said else True
+            schema: Schema = True
+            if schemas:
+                schema = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
             found.append((name, schema, is_required))
         return found
 
     def lists(self) -> list[list[Parameter]] | None:
-        """Returns its properties within the allowed numbers; None if that is impossible."""
+        """Returns lists of properties that together enforce `minProperties` and `maxProperties`.
+
+        The result is empty if no object is valid, and None if lists cannot enforce the limits.
+        """
         parameters = self.parameters()
         if parameters is None:
             return []
@@ -90,7 +97,7 @@ class _Object(NamedTuple):
             return None
         found = []
         for kept in combinations(optional, max_count):
-            # The first ones present; any of the later ones.
+            # The first ones are present; any of the later ones may be.
             for first in combinations(kept, min_count):
                 last = first[-1] if first else -1
                 found.append(
@@ -210,7 +217,7 @@ _OF_OBJECTS = {
 
 
 class _Budget:
-    """Counts the parts of a schema that were looked at."""
+    """Limits the number of subschemas that are visited."""
 
     def __init__(self, field: str, schema: Schema) -> None:
         self._field, self._schema = field, schema
@@ -273,7 +280,7 @@ def _followed(schema: Schema, path: str, root: Mapping[str, Any]) -> tuple[Schem
 
 
 def _matcher(pattern: str) -> Callable[[str], object] | None:
-    """Returns True if a name matches a pattern; None if Python cannot tell."""
+    """Returns a function that tests names for a pattern; None if Python's `re` lacks its syntax."""
     try:
         letters = _RUST_LETTER.sub(lambda found: re.escape(chr(int(found[1], 16))), pattern)
         return re.compile(letters).search
@@ -285,13 +292,18 @@ def _number(value: object, default: int) -> int:
     return int(value) if isinstance(value, (int, float)) else default
 
 
-def refuse_or_tell(
+def unenforced_paths(
     found: Sequence[tuple[str, object]], field: str, *, strict: bool
 ) -> tuple[str, ...]:
-    """Returns the paths of dropped keywords.
+    """Returns the paths of keywords that are dropped.
+
+    Args:
+        found: Result of `unenforced`.
+        field: Name of the schema in errors.
+        strict: Raise instead if there is one.
 
     Raises:
-        InvalidParameterError: There are some, and it is strict.
+        InvalidParameterError: There is one, and `strict` is set.
     """
     if strict and found:
         path, value = found[0]

@@ -197,7 +197,8 @@ class PythonCalls:
             self._in_call = False
             bare = "".join(self._bare).strip()
             if self._state == self._in_bare and bare and not is_skipped:
-                out.append(ContentText(f"[{self._name}({self._key}={bare}"))
+                bracket = "[" if self._in_list else ""
+                out.append(ContentText(f"{bracket}{self._name}({self._key}={bare}"))
         elif self._state == self._in_name and self._begins_name():
             self._raw = []
         elif (

@@ -273,7 +273,7 @@ _HINTS: Sequence[tuple[str, str | None, str]] = (
 
 
 def detect(tokenizer: Any) -> ReasoningFormat | None:
-    """The reasoning format of a model, by its vocabulary and chat template; None: it has none.
+    """Detects a model's reasoning format by its vocabulary and chat template; None if it has none.
 
     Args:
         tokenizer: mlx-lm's or transformers'.

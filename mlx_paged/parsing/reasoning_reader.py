@@ -116,7 +116,7 @@ class ReasoningParser:
             yield from self._reason(lexeme.text)
 
     def _tried(self, events: Iterable[Event]) -> Iterator[Event]:
-        """The events of a parser that was tried: text is reasoning, and a call ends that."""
+        """Yields events of the trial parser: text is reasoning, and a call ends the reasoning."""
         for event in events:
             if isinstance(event, ContentText) and self._is_inside:
                 self.in_reasoning = True
@@ -196,7 +196,7 @@ class ContentTrimmer:
             yield ContentText(certain)
 
     def finish(self) -> Iterator[Event]:
-        """The answer has ended: the space at its end is text, unless there were calls."""
+        """Ends the answer: whitespace at its end is text, unless there were calls."""
         if self._space and not self._has_call:
             yield ContentText(self._space)
         self._space = ""

@@ -27,7 +27,7 @@ _TOKEN = re.compile(
       | (?P<sign>->|\.\.|[:|()\[\]?*+~.,])""",
     re.VERBOSE,
 )
-_WHAT = {"string": "a string", "name": "a name", "number": "a number",
+_KINDS = {"string": "a string", "name": "a name", "number": "a number",
          "newline": "the end of the line"}  # fmt: skip
 
 # Lark's library of terminals (`%import common`).
@@ -59,7 +59,7 @@ _COMMON["SIGNED_NUMBER"] = f"[+-]?{_COMMON['NUMBER']}"
 
 
 class NotRegular(ValueError):
-    """A grammar that cannot be one regular expression; the text says why."""
+    """A grammar is not equivalent to one regular expression; the message says why."""
 
 
 @dataclass
@@ -115,8 +115,8 @@ class _Reader:
     def _next(self, kind: str = "", text: str = "") -> _Token:
         token = self._peek()
         if (kind and token.kind != kind) or (text and token.text != text):
-            wanted = repr(text) if text else _WHAT.get(kind, kind)
-            raise NotRegular(f"line {token.line}: {wanted} must come, not {_shown(token)}")
+            expected = repr(text) if text else _KINDS.get(kind, kind)
+            raise NotRegular(f"line {token.line}: expected {expected}, not {_shown(token)}")
         self._at += 1
         return token
 

@@ -19,7 +19,7 @@ _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")
 _LENIENT_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _LENIENT_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])0*([0-9]*)\.([0-9]*)")
 _MAX_REFERENCES = 64
-# Parts of a schema that are looked at: references let a few stand for any number.
+# Maximum subschemas to visit: with references, a small schema can have any number of them.
 _MAX_PARTS = 1 << 12
 #: Names under which models put all arguments.
 WRAPPERS = ("arguments", "input")
@@ -27,7 +27,7 @@ _MAX_NULL_LENGTH = 16  # characters, with space around it
 
 
 def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
-    """Resolves a schema's references (`$ref`) into the tool's own; True for a dangling one."""
+    """Resolves references (`$ref`) of a schema into the tool's own; returns True if one dangles."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return schema
@@ -47,13 +47,13 @@ def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
 
 
 class Budget:
-    """Counts the parts of a schema that are looked at."""
+    """Limits the number of subschemas that are visited."""
 
     def __init__(self) -> None:
         self._left = _MAX_PARTS
 
     def spend(self) -> bool:
-        """Returns True if another one is allowed."""
+        """Counts one subschema; returns True if it may be visited."""
         self._left -= 1
         return self._left >= 0
 
@@ -143,7 +143,7 @@ class Parameter:
 
     @classmethod
     def of(cls, schema: Schema, root: Mapping[str, Any]) -> Parameter:
-        """The facts that a schema states."""
+        """Returns the parameter that a schema describes."""
         types = types_of(schema, root)
         schema = resolved(schema, root)
         values = None
@@ -191,7 +191,10 @@ class Parameter:
 
 
 def _container(text: str, types: frozenset[str]) -> str | None:
-    """An array or an object, from JSON, from Python's notation, or from JSON that was mended."""
+    """Converts an array or an object to JSON, from Python's notation or from JSON with errors.
+
+    Returns None if it is neither, or not one of `types`.
+    """
     value = JsonValue()
     end, mended = value.take(text)
     is_json = end == len(text) and value.has_ended
@@ -248,12 +251,12 @@ class ArgumentsWriter:
         self._newline = ""
 
     def types(self, name: str) -> frozenset[str] | None:
-        """The JSON types of a parameter; None: the tool has none of that name."""
+        """Returns the JSON types of a parameter; None if the tool has none of that name."""
         schema = self._schema(name)
         return None if schema is None else types_of(schema, self._parameters)
 
     def begin(self, name: str, *, is_string: bool | None = None) -> str:
-        """Begins a parameter. All methods return the resulting piece of JSON.
+        """Begins a parameter. This and the other methods return the piece of JSON to write next.
 
         Args:
             name: Its name.
@@ -298,7 +301,7 @@ class ArgumentsWriter:
         self._text = []
 
     def _schema(self, name: str) -> Schema | None:
-        """Returns the facts that the tool's schema states about a parameter."""
+        """Returns the schema of a parameter; None if the tool's schema says nothing about it."""
         if name in self._properties:
             return self._properties[name]
         others = self._parameters.get("additionalProperties")
@@ -314,7 +317,7 @@ class ArgumentsWriter:
         return Parameter() if is_string and "string" in parameter.types else parameter
 
     def add(self, text: str) -> str:
-        """More of its value."""
+        """Adds text to the value of the open parameter."""
         if self._trims_newlines:
             if self._at_start and text:
                 self._at_start = False
@@ -338,7 +341,7 @@ class ArgumentsWriter:
         return ""
 
     def end(self) -> str:
-        """Its value is whole."""
+        """Ends the value of the open parameter."""
         if self._streams:
             return '"'
         text = "".join(self._text)
@@ -350,7 +353,7 @@ class ArgumentsWriter:
         return self._parameter.to_json(text)
 
     def _unwrapped(self, name: str, text: str) -> str:
-        """All parameters that one of them holds; or that one, if it does not."""
+        """Writes the parameters in a wrapper; the wrapper itself if it holds no such object."""
         inner = unquoted(text)
         value = JsonValue()
         end, mended = value.take(inner)
@@ -366,7 +369,7 @@ class ArgumentsWriter:
         return self._opening(name) + self._parameter.to_json(text)
 
     def close(self) -> str:
-        """All parameters were there."""
+        """Ends the object."""
         return "}" if self._num_parameters else "{}"
 
 
@@ -381,7 +384,7 @@ def unquoted(text: str) -> str:
 
 
 def _may_be_null(text: str) -> bool:
-    """Returns True if the text of a string or null may still become null."""
+    """True if a text, of a string or null, may still become null."""
     begun = text.lstrip()
     bare = begun.rstrip()
     if len(text) > _MAX_NULL_LENGTH:

@@ -20,7 +20,7 @@ from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.custom import with_pattern
 from mlx_paged.parsing.definitions import Tool, ToolChoice
 from mlx_paged.parsing.format import ToolFormat, arguments_schema, lark_json
-from mlx_paged.parsing.parameters import refuse_or_tell
+from mlx_paged.parsing.parameters import unenforced_paths
 from mlx_paged.server.context import context_of
 from mlx_paged.server.errors import bad_request, own_name, own_names
 from mlx_paged.server.served_model import ServedModel
@@ -271,7 +271,7 @@ def _prepared(tool: Tool, tool_format: ToolFormat, *, prune: bool) -> _PreparedT
     ready = cast(dict[str, Any], found.schema)
     possible = without_impossible_parts(ready) if prune else ready
     schema_of_tool = {**(possible if isinstance(possible, dict) else ready), **counts}
-    left_out = refuse_or_tell(list(tool_format.unenforced(tool)), tool.field, strict=tool.strict)
+    left_out = unenforced_paths(list(tool_format.unenforced(tool)), tool.field, strict=tool.strict)
     relaxed = tuple(dict.fromkeys((*found.relaxed, *left_out)))
     return _PreparedTool(replace(tool, parameters=schema_of_tool), relaxed)
 

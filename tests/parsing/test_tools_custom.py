@@ -69,7 +69,7 @@ def test_grammars_as_expressions(grammar, accepted, refused) -> None:
         ('start: "x"\nstart: "y"', "line 2: there are two definitions of 'start'"),
         ('start: "x', "line 1: '\"x' is not supported"),
         ('start: %json {"a": 1}', "is not supported"),
-        ('start: ("x"', "line 1: ')' must come, not the end"),
+        ('start: ("x"', "line 1: expected ')', not the end"),
         ('start: "b".."a"', "a range"),
         (r'start: "\ud83d"', "is not a valid string"),
         ("%import python.X", "no 'python' to import from"),

@@ -16,8 +16,9 @@ from support.tool_reading import SmallTokenizer, Walker, check, grouped, read, s
 from support.tool_templates import TEMPLATES, Invented
 
 from mlx_paged.parsing import registry
-from mlx_paged.parsing.call_syntax import KEY, NAME, derive_syntax
+from mlx_paged.parsing.call_syntax import KEY, NAME
 from mlx_paged.parsing.derived import DerivedFormat, format_of_syntax
+from mlx_paged.parsing.derived_syntax import derive_syntax
 from mlx_paged.parsing.format import ToolFormat
 from mlx_paged.templates.probe import TemplateProbe
 

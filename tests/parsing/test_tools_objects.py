@@ -11,7 +11,7 @@ from mlx_paged.engine.grammar.schema import prepare_schema
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.parsing.definitions import Tool, ToolChoice
 from mlx_paged.parsing.format import ToolFormat
-from mlx_paged.parsing.parameters import parameter_lists, refuse_or_tell
+from mlx_paged.parsing.parameters import parameter_lists, unenforced_paths
 from mlx_paged.parsing.registry import format_of
 from mlx_paged.parsing.schemas import ArgumentsWriter, types_of
 from mlx_paged.server.conversation import Conversation
@@ -131,11 +131,11 @@ def test_what_cannot_be_enforced_is_told_and_where_strict_refused(schema, paths)
     tool = Tool("f", parameters={"type": "object", **schema}, field="tools[0].parameters")
     found = list(format_of("qwen3_coder", {}).unenforced(tool))
     assert [path for path, _ in found] == paths
-    told = refuse_or_tell(found, tool.field, strict=False)
+    told = unenforced_paths(found, tool.field, strict=False)
     assert told == tuple(f"tools[0].parameters{path}" for path in paths)
     if paths:
         with pytest.raises(InvalidParameterError, match="that can be enforced") as refused:
-            refuse_or_tell(found, tool.field, strict=True)
+            unenforced_paths(found, tool.field, strict=True)
         assert refused.value.field == told[0]
     # Without strict there is a grammar all the same.
     format_of("qwen3_coder", {}).forced([tool], required=True, parallel=False)
