@@ -144,7 +144,7 @@ def test_another_prompt_whose_time_is_up_fails_alone() -> None:
             return self.future.result()
 
     def out_of_time() -> Any:
-        kept._in_work[digest] = Watched(kept._in_work[digest])  # type: ignore[assignment]
+        kept._pending[digest] = Watched(kept._pending[digest])  # type: ignore[assignment]
         begun.set()
         assert waits.wait(300)
         raise OutOfTime("it was not decoded within 60 s")

@@ -16,8 +16,8 @@ from support.chat_templates import TEMPLATES, WITH_TOOLS
 from support.thinking import tokenizer_with
 from support.tool_families import families
 
+from mlx_paged.engine.chat.acceptance import _shortened
 from mlx_paged.engine.chat.rewrites import normal
-from mlx_paged.engine.chat.skeletons import shortened
 from mlx_paged.engine.chat_template import render_chat
 from mlx_paged.parsing.definitions import Tool
 from mlx_paged.server.bodies import ChatBody
@@ -536,7 +536,7 @@ def test_the_same_id_is_always_rewritten_alike(renderers: dict[str, Renderer]) -
 
 def test_long_conversations_are_asked_about_in_short() -> None:
     turn = [user("ask"), said("look", [("x", "now", "{}")]), result("x", "noon"), said("answer")]
-    long = shortened(normal(turn * 100))
+    long = _shortened(normal(turn * 100))
     assert len(long) == 8
     renderer = renderer_of(TEMPLATES["llama3"])
     text = prompt_of(renderer, Conversation(turn * 100))

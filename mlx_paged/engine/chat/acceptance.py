@@ -27,7 +27,7 @@ from mlx_paged.engine.chat.rewrites import (
     spelled,
     with_ids,
 )
-from mlx_paged.engine.chat.skeletons import TOOL, Skeleton, shape, shortened
+from mlx_paged.engine.chat.skeletons import TOOL, Skeleton
 from mlx_paged.engine.chat.tools_as_text import Messages
 from mlx_paged.parsing.call_ids import ID_FORMS
 
@@ -41,6 +41,7 @@ _MAX_SKELETONS = 150  # renders of a search
 _MAX_FORMS = 24  # of the conversation itself, if its skeleton hides why it is refused
 _MAX_MEDIA_FORMS = 6
 _MAX_SHAPES = 256  # of conversations whose rewrites are cached
+_MAX_PERIOD = 6  # messages
 _REFUSED_LATER = 25  # cost, in units of `Rewrite.cost`
 
 
@@ -149,8 +150,8 @@ class TemplateForms:
         Args:
             plain: The conversation in the normal form.
         """
-        short = shortened(plain)
-        shapes = repr(([shape(message) for message in short], bool(tools), options))
+        short = _shortened(plain)
+        shapes = repr(([_shape(message) for message in short], bool(tools), options))
         key = hashlib.sha256(shapes.encode(errors="replace")).digest()
         if key not in self._choices:
             small_tools = [TOOL] if tools else []
@@ -174,7 +175,7 @@ class TemplateForms:
     ) -> list[str]:
         """Returns the losses of a conversation: by rewrites, and by texts that the template leaves
         out."""
-        skeleton = Skeleton.of(shortened(plain))
+        skeleton = Skeleton.of(_shortened(plain))
         form = spelled(_applied(skeleton.messages, applied), self.spelling)
         lost = [rewrite.lossy for rewrite in applied if rewrite.lossy]
         return lost + skeleton.left_out(form, lambda form: render(form, [TOOL] if tools else []))
@@ -256,6 +257,49 @@ def _sample(as_lists: bool) -> Messages:
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_0", "name": "tool", "content": text},
     ]
+
+
+# Shapes: conversations of one shape share their rewrites.
+
+
+def _shortened(messages: Messages) -> Messages:
+    """Returns a conversation in which no sequence of message shapes repeats more than twice."""
+    found: Messages = []
+    shapes: list[Any] = []
+    for message in messages:
+        found.append(message)
+        shapes.append(_shape(message))
+        for period in range(1, _MAX_PERIOD + 1):
+            last = shapes[-period:]
+            if len(shapes) >= 3 * period and shapes[-3 * period :] == last * 3:
+                del found[-period:], shapes[-period:]
+                break
+    return found
+
+
+def _shape(message: Mapping[str, Any]) -> Any:
+    """Returns the properties by which a template may distinguish messages, besides their texts."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
+        calls.append((_id_shape(call.get("id"), name), Skeleton().arguments(arguments)))
+    return (
+        message["role"],
+        _content_shape(message.get("content")),
+        sorted(message),
+        calls,
+        _id_shape(message.get("tool_call_id"), message.get("name")),
+    )
+
+
+def _content_shape(content: Any) -> Any:
+    if isinstance(content, list):
+        return [_content_shape(part) for part in content]
+    return bool(content.strip()) if isinstance(content, str) else str(type(content))
+
+
+def _id_shape(id: str | None, name: str | None) -> Any:
+    return id and (len(id), id.isalnum(), id.isdigit(), f".{name}:" in id)
 
 
 # The search.

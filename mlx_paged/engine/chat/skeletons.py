@@ -15,7 +15,6 @@ from mlx_paged.engine.chat.tools_as_text import Messages
 
 # Cost of a missing word, in units of `Rewrite.cost`. Text next to calls is a remark.
 _LOST, _LOST_REMARK = 100, 20
-_MAX_PERIOD = 6  # messages
 #: The tool of skeletons.
 TOOL = {
     "type": "function",
@@ -139,43 +138,3 @@ class Skeleton:
 def _renamed(id: str, name: str, word: str) -> str:
     """Returns an id with the word of a tool, because Kimi's ids contain the tool's name."""
     return id.replace(f".{name}:", f".{word}:")
-
-
-def shortened(messages: Messages) -> Messages:
-    """Returns a conversation in which no sequence of message shapes repeats more than twice."""
-    found: Messages = []
-    shapes: list[Any] = []
-    for message in messages:
-        found.append(message)
-        shapes.append(shape(message))
-        for period in range(1, _MAX_PERIOD + 1):
-            last = shapes[-period:]
-            if len(shapes) >= 3 * period and shapes[-3 * period :] == last * 3:
-                del found[-period:], shapes[-period:]
-                break
-    return found
-
-
-def shape(message: Mapping[str, Any]) -> Any:
-    """Returns the properties by which a template may distinguish messages, besides their texts."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        name, arguments = call["function"]["name"], call["function"].get("arguments")
-        calls.append((_id_shape(call.get("id"), name), Skeleton().arguments(arguments)))
-    return (
-        message["role"],
-        _content_shape(message.get("content")),
-        sorted(message),
-        calls,
-        _id_shape(message.get("tool_call_id"), message.get("name")),
-    )
-
-
-def _content_shape(content: Any) -> Any:
-    if isinstance(content, list):
-        return [_content_shape(part) for part in content]
-    return bool(content.strip()) if isinstance(content, str) else str(type(content))
-
-
-def _id_shape(id: str | None, name: str | None) -> Any:
-    return id and (len(id), id.isalnum(), id.isdigit(), f".{name}:" in id)
