@@ -94,7 +94,7 @@ def image_of(
             takes a fraction of the time and memory.
 
     Raises:
-        Unusable: It is no picture, is broken, or has too many pixels.
+        Unusable: It is not a picture, is broken, or has too many pixels.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -249,7 +249,7 @@ def video_of(
     Packets are counted first, because headers may be wrong about number and duration.
 
     Raises:
-        Unusable: It is no clip, is broken, or too large.
+        Unusable: It is not a clip, is broken, or too large.
         CancelledError: The request was cancelled.
     """
     with _opened(content, "video") as container:
@@ -388,7 +388,7 @@ def audio_of(content: bytes, limits: MediaLimits, rate: int, deadline: Deadline)
     """Decodes a sound to one channel with the model's sampling rate.
 
     Raises:
-        Unusable: It is no sound, is broken, or too long.
+        Unusable: It is not a sound, is broken, or too long.
         CancelledError: The request was cancelled.
     """
     try:
@@ -497,7 +497,7 @@ _SIGNATURES = (
 
 
 def _looks_like(content: bytes) -> str:
-    """Names the apparent format of bytes, for people."""
+    """Describes the apparent format of bytes, for an error."""
     head = content[:64].lstrip().lower()
     for signature, name in _SIGNATURES:
         if head.startswith(signature):

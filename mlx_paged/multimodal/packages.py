@@ -1,6 +1,6 @@
 """Finds mlx-vlm's package for a config, which tells a multimodal model from a text model.
 
-Every model is asked, so this module imports nothing else of the package.
+It is consulted for every model, so this module imports nothing else of the package.
 """
 
 from __future__ import annotations

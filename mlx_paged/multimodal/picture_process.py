@@ -83,7 +83,7 @@ class PictureProcesses:
         """Like `decode.image_of`, in this process or another, whichever delays other requests less.
 
         Raises:
-            Unusable: It is no picture, is broken, has too many pixels, or ended its process.
+            Unusable: It is not a picture, is broken, has too many pixels, or ended its process.
             OutOfTime: It takes too long.
             CancelledError: The request was cancelled.
         """

@@ -438,7 +438,7 @@ class MediaModel:
             done = at + size
         else:
             return [*found, whole[done:]]
-        # A placeholder that is no token: then the text around it is encoded apart from it.
+        # The placeholder is not a token, so the texts around it are encoded separately.
         return [
             self._encode(part, begins=i == 0, special=special)
             for i, part in enumerate(_texts_around(text, placeholders))

@@ -208,7 +208,7 @@ def _fetch(
 
 def _checked(url: str, domains: Sequence[str] | None) -> SplitResult:
     """Splits a URL that may be fetched."""
-    # Parsers disagree about these characters, and the checked host must be the one that is asked.
+    # Parsers disagree about these characters, and the checked host must be the one to connect to.
     if len(url) > _MAX_URL or _UNSAFE.search(url):
         raise Unusable(f"its URL must have at most {_MAX_URL} characters, and no spaces")
     try:
@@ -276,7 +276,7 @@ def _get(
         if response.status != 200:
             raise Unusable(f"{host} answered with status {response.status}")
         if found.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise Unusable(f"{host} answered with compressed data, which was not asked for")
+            raise Unusable(f"{host} sent compressed data, which was not requested")
         length = found.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > max_bytes:
             raise _too_large(max_bytes)

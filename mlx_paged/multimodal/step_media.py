@@ -110,10 +110,17 @@ class _Chunk(NamedTuple):
     row: int  # of the first position
 
 
-def _rope_positions(behind: np.ndarray, chunks: list[_Chunk], *, fractions: bool) -> np.ndarray:
-    """Returns positions ``[3, T]``: the prompt's for its rows if it has media, else `behind`."""
-    rope = np.empty((3, len(behind)), dtype=np.float32 if fractions else np.int32)
-    rope[:] = behind
+def _rope_positions(
+    text_positions: np.ndarray, chunks: list[_Chunk], *, fractions: bool
+) -> np.ndarray:
+    """Returns positions ``[3, T]``: those of the prompt for its rows, `text_positions` for others.
+
+    Args:
+        text_positions: ``[T]``: the positions that all rows would have as text.
+        fractions: True for float32 instead of int32.
+    """
+    rope = np.empty((3, len(text_positions)), dtype=np.float32 if fractions else np.int32)
+    rope[:] = text_positions
     for media, start, end, row in chunks:
         end = min(end, media.num_prompt_tokens)
         given = media.rope_positions

@@ -141,7 +141,7 @@ class AnswerReader:
         lexer: Splits it into lexemes.
         parser: Interprets them.
         tools: Tools of the request.
-        ends: Texts of the model's end tokens. They are never text, whether markers or not.
+        ends: Texts of the model's end tokens, which are never text of the answer.
         new_id: Makes the id of a call without one, from its name and its index.
         is_calls: True if a grammar allows only calls and reasoning.
 
@@ -203,7 +203,7 @@ class AnswerReader:
         """Ends the answer.
 
         Args:
-            is_cut: True if the model did not end it, but for example ``max_tokens``.
+            is_cut: True if something other than the model ended it, such as ``max_tokens``.
         """
         # Without tools, no text is the beginning of a call.
         for event in self._rest(is_cut=is_cut and bool(self._tools)):

@@ -53,7 +53,7 @@ class KeyedCalls:
 
     Attributes:
         num_calls: Number of calls that have begun.
-        has_failed: True if the last text was no call.
+        has_failed: True if the last text was not a call.
     """
 
     def __init__(self, known: Collection[str]) -> None:
@@ -93,7 +93,7 @@ class KeyedCalls:
         self._has_ended = True
 
     def unread(self) -> str:
-        """Returns text that was read and is no call, and forgets it."""
+        """Returns text that was read and is not a call, and forgets it."""
         raw, self._raw = "".join(self._raw), []
         return raw
 

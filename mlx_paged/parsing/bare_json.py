@@ -29,7 +29,7 @@ class BareCallsParser:
         begin: Markers after which a call may also begin.
         end: Markers that may follow a call.
         within: A first character of calls anywhere in a line, and a factory of readers for those.
-        behind: Texts after which a line begins, as far as calls are concerned.
+        line_starts: Markers after which a call may begin as on a new line.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class BareCallsParser:
         begin: Collection[str] = (),
         end: Collection[str] = (),
         within: tuple[str, Callable[[], CallsReader]] | None = None,
-        behind: Collection[str] = (),
+        line_starts: Collection[str] = (),
     ) -> None:
         self._within = within
-        self._behind = behind
+        self._behind = line_starts
         self._reader = reader
         self._first = first
         self._begin = begin
@@ -171,16 +171,16 @@ class BareJsonFormat(ToolFormat):
         is_array: True if templates render calls as an array.
         arguments_key: Key of the arguments.
         within: First character of calls with arguments anywhere in a line; "" for none.
-        behind: See `BareCallsParser`.
+        line_starts: See `BareCallsParser`.
     """
 
     is_array: ClassVar[bool] = True
     arguments_key: ClassVar[str] = "arguments"
     within: ClassVar[str] = ""
-    behind: ClassVar[tuple[str, ...]] = ()
+    line_starts: ClassVar[tuple[str, ...]] = ()
 
     def parser(self, tools: Sequence[Tool]) -> BareCallsParser:
-        others = (*self.begins_call, *self.behind)
+        others = (*self.begins_call, *self.line_starts)
         ends = [marker for marker in self.markers if marker not in others]
         known = {tool.name for tool in tools}
 
@@ -193,7 +193,7 @@ class BareJsonFormat(ToolFormat):
             self.begins_call,
             ends,
             within=(self.within, within) if self.within else None,
-            behind=self.behind,
+            line_starts=self.line_starts,
         )
 
     def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
@@ -206,6 +206,6 @@ class BareJsonFormat(ToolFormat):
             lark.rule(calls),
             r"{\[",
             required=required,
-            others=(*self.begins_call, *self.behind),
+            others=(*self.begins_call, *self.line_starts),
             within=self.within,
         )

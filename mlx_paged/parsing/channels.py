@@ -174,7 +174,7 @@ class ChannelParser:
         out.append(self._made[self._body](text))
 
     def _flush(self, out: list[Event]) -> None:
-        """Gives out a held header as text: it turned out to be none."""
+        """Emits a held header as text, because it turned out not to be one."""
         header, self._header = self._header, ""
         if self._body is None and header.strip():
             self._open(Body.TEXT)

@@ -116,7 +116,7 @@ class DerivedFormat(ToolFormat):
     layout: ClassVar[Layout]
 
     def __str__(self) -> str:
-        """Returns an example of a call, for people."""
+        """Returns an example of a call, for logs and for the server's details of a model."""
         syntax = self.syntax
         inner = "".join(f"{{{p.value}}}" if isinstance(p, Hole) else p for p in syntax.pieces)
         if syntax.parameters is not None:
@@ -368,7 +368,7 @@ def format_of_syntax(
     """The format of a syntax.
 
     Raises:
-        NotDerived: Calls could not be told from text.
+        NotDerived: Nothing would distinguish calls from text.
     """
     base = _KINDS[syntax.kind]
     if _has_fixed_tags(syntax):
@@ -387,7 +387,7 @@ def format_of_syntax(
     if syntax.parameters is not None:
         parts = syntax.parameters
         texts += [parts.head, parts.key, *parts.before_value.values(), parts.value_end, parts.tail]
-    # The lexer would omit special tokens that are no markers.
+    # The lexer would omit special tokens that are not markers.
     inside = [t for t in vocabulary if len(t.strip()) > 1 and any(t in x for x in texts)]
     return _format(base, syntax, layout, inside)(vocabulary, chat_template)
 
@@ -430,7 +430,8 @@ def _tags(syntax: CallSyntax) -> Tags:
         blocks = ((outer[1], closing[1]),)
         call, call_end = call[outer.end() :], call_end[: closing.start()].strip()
     of_string = parts.before_value["string"]
-    # A newline after the key's end or before the value's end is a part of them, but for both.
+    # One newline, after the key's end or before the value's end, is part of these texts. If both
+    # have one, newlines are trimmed instead.
     trims = of_string.strip() != "" and of_string.endswith("\n") and parts.value_end[0] == "\n"
     kinds: dict[str, bool | None] = {}
     for type_name, text in parts.before_value.items():

@@ -23,7 +23,7 @@ _BLOCK = ("<dots_function_call>", "</dots_function_call>")
 
 
 class DotsFormat(TaggedFormat):
-    """As MiniMax M2 writes calls, but for the block and the newlines around values."""
+    """MiniMax M2's syntax with another block, and newlines around values."""
 
     names = ("dots",)
     models = "dots 3"

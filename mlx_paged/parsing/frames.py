@@ -1,4 +1,4 @@
-"""Markers around an answer's text that are no part of it."""
+"""FramedParser: drops markers around the text of an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_paged.parsing.lexer import Lexeme
 
 
 class FramedParser:
-    """Omits markers around text, and newlines next to them.
+    """Drops markers around text, and newlines next to them.
 
     Args:
         inner: Reads everything else.
@@ -74,7 +74,7 @@ class FramedParser:
                 yield ContentText(certain)
 
     def _give(self) -> Iterable[Event]:
-        """Gives out the newlines that were held back."""
+        """Emits the newlines that were held back."""
         if self._newlines:
             yield ContentText(self._newlines)
         self._newlines = ""

@@ -94,7 +94,7 @@ class FunctionaryV32Format(ToolFormat):
 
 
 class FunctionaryParser:
-    """Reads an answer that begins behind ``>>>``. A header that names no tool is text."""
+    """Reads an answer that begins after ``>>>``. A header that does not name a tool is text."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._known = {tool.name for tool in tools}

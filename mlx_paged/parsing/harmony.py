@@ -28,7 +28,7 @@ CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
 CALL, RETURN = "<|call|>", "<|return|>"
 
 _ENDS = (END, CALL, RETURN)
-_MAX_HEADER_LENGTH = 512  # characters; a longer text is no header
+_MAX_HEADER_LENGTH = 512  # characters; a longer text is not a header
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _CHANNELS = ("analysis", "commentary", "final")
@@ -101,14 +101,14 @@ class HarmonyParser:
         self._known = {tool.name for tool in tools}
         self._state: Callable[[Lexeme, list[events.Event]], None] = self._in_header
         self._header: list[str] = []
-        self._make: _Text = events.ContentText  # of a message that is no call
+        self._make: _Text = events.ContentText  # of a message that is not a call
         self._written: set[_Text] = set()  # kinds with text so far
         self._is_new = False  # True if the open message has no text yet
         self._name = ""
         self._arguments = JsonArguments()
         self._has_begun = False  # the open call
         self._space: list[str] = []  # before a call's arguments
-        self._after: list[str] = []  # the text behind them
+        self._after: list[str] = []  # the text after them
         self.in_reasoning = False
 
     def feed(self, lexeme: Lexeme) -> Iterable[events.Event]:
@@ -225,7 +225,7 @@ class HarmonyParser:
             self._space = [text]
             return
         at, piece = arguments.take(text)
-        if arguments.has_failed:  # It is no call after all.
+        if arguments.has_failed:  # It is not a call after all.
             self._state = self._in_text
             self._write("".join(arguments.raw) + text[at:], out)
             return

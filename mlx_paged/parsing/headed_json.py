@@ -60,7 +60,7 @@ class Head:
 
 
 def _units(text: str) -> list[str]:
-    """A text as expressions of single characters, space between them as they like."""
+    """Returns a text as expressions of single characters, with flexible whitespace."""
     units = []
     for part in re.findall(r"\s+|\S", text):
         units.append(r"\s*" if part.isspace() else re.escape(part))
@@ -73,13 +73,13 @@ class HeadedCalls:
     Args:
         head: Head of a call.
         tail: After the arguments: texts and holes.
-        tools: Names of the request's tools; other names are no calls.
+        tools: Names of the request's tools; other names are not calls.
         separator: Text between two calls.
         marks: Markers of the format, of which one may be a part of the head or tail.
 
     Attributes:
         num_calls: Number of calls that have begun.
-        has_failed: True if the last text is no call.
+        has_failed: True if the last text is not a call.
     """
 
     def __init__(

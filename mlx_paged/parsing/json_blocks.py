@@ -20,7 +20,7 @@ class CallBlockParser:
     """Text, and blocks of calls.
 
     A block begins with a marker and contains calls: JSON objects, or an array of them. It ends with
-    another marker or with text that is no call; without an end marker, it ends with the array or
+    another marker or with text that is not a call; without an end marker, it ends with the array or
     the object. A block without a call is text, but repeated markers are not.
 
     Args:

@@ -20,7 +20,7 @@ class JsonArguments:
     """Reads the arguments of a call, a JSON object; holds them until they prove to be JSON.
 
     Attributes:
-        has_failed: True if they are no JSON object; then nothing of them was returned.
+        has_failed: True if they are not a JSON object; in that case, nothing was returned.
         raw: Their text as written, until a part of them was returned.
     """
 
@@ -89,15 +89,15 @@ class JsonCall:
 
     Args:
         known: Names of the tools that may be called.
-        is_bare: True if any JSON may occur here, so an object with keys that no call has is none.
+        is_bare: True if any JSON may occur here, so an object with keys that no call has fails.
         skips: True reads a call of an unknown tool to its end, because others may follow it.
             Otherwise it has failed as soon as its name is known.
-        needs_arguments: True if an object without arguments is no call.
+        needs_arguments: True if an object without arguments is not a call.
 
     Attributes:
         has_begun: True if its name was returned; before, it may turn out to be no call.
         has_ended: True if its last bracket was read.
-        has_failed: True if it is no call.
+        has_failed: True if it is not a call.
         is_skipped: True for a call of an unknown tool that is read to its end.
         raw: Its text as written, while it may turn out to be no call.
     """
@@ -295,7 +295,7 @@ class JsonCall:
         return at
 
     def _in_other_arguments(self, text: str, at: int) -> int:
-        """Reads arguments that are no object; a string may contain one."""
+        """Reads arguments that are not an object; a string may contain one."""
         at = self._read_value(text, at)
         if self._value.has_ended:
             self._arguments = JsonArguments()
@@ -342,7 +342,7 @@ class CallsReader(Protocol):
 
     Attributes:
         num_calls: Number of calls that have begun.
-        has_failed: True if the last text is no call.
+        has_failed: True if the last text is not a call.
         in_string: True if the text so far ends within a string, where a marker is text.
     """
 
@@ -358,15 +358,15 @@ class CallsReader(Protocol):
     def feed(self, text: str, at: int, out: list[Event]) -> int:
         """Continues from an index; adds events to `out`, returns the index where it stopped.
 
-        It stops at the end of the text, after the calls, or where it recognizes that there is none;
-        then `unread` returns what it has read.
+        It stops at the end of the text, after the calls, or where it recognizes that there are
+        none. In that case, `unread` returns the text read so far.
         """
 
     def finish(self, out: list[Event]) -> None:
         """Ends the answer, or the block of the calls, and with it an open call."""
 
     def unread(self) -> str:
-        """Takes the text that was read and is no call."""
+        """Returns, and forgets, text that was read and is not a call."""
 
 
 class JsonCalls:
@@ -414,7 +414,7 @@ class JsonCalls:
 
     @property
     def has_failed(self) -> bool:
-        """True if the object that was read last is no call."""
+        """True if the object that was read last is not a call."""
         return self._call is not None and self._call.has_failed
 
     def feed(self, text: str, at: int, out: list[Event]) -> int:
@@ -486,7 +486,7 @@ class JsonCalls:
                 self._call = None
 
     def unread(self) -> str:
-        """Takes the text that was read and is no call."""
+        """Returns, and forgets, text that was read and is not a call."""
         is_needed = self._skipped or not self.num_calls
         before = [*self._skipped, *self._space] if is_needed else []
         raw = "".join(before + (self._call.raw if self._call is not None else []))
@@ -507,7 +507,7 @@ def _string(text: str) -> str:
 
 
 def unpacked(text: str) -> str:
-    """Converts arguments that are no object: those in a string, or missing ones."""
+    """Converts arguments that are not an object: those in a string, or missing ones."""
     if text in ("null", "", "[]"):
         return "{}"
     inner = _string(text) if text.startswith('"') else ""

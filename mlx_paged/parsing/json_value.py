@@ -32,10 +32,10 @@ class JsonValue:
     """One JSON value in text that arrives in pieces: finds its end, and makes its text valid.
 
     Typical errors of models in strings are repaired: raw control characters are escaped, and a
-    backslash that begins no escape is doubled. Python's words (``True``) are converted. Once the
-    value is proven to be JSON, commas, colons, brackets and quotes of keys are repaired, too:
-    missing ones are added, and redundant ones dropped. Other errors are passed on unchanged; then
-    only strings and brackets are followed.
+    backslash that does not begin an escape is doubled. Python's words (``True``) are converted.
+    Once the value is proven to be JSON, commas, colons, brackets and quotes of keys are repaired,
+    too: missing ones are added, and redundant ones dropped. Other errors are passed on unchanged;
+    after one, only strings and brackets are tracked.
 
     Attributes:
         has_begun: True after its first character.
@@ -44,7 +44,7 @@ class JsonValue:
         first: Its first character.
         is_broken: True if it is not JSON, and was not repaired.
         is_proven: True if a complete part (a string, a number, a word, an object or an array) came
-            before anything that is not JSON. Text in braces that is no JSON never gets there.
+            before anything that is not JSON. Text in braces that is not JSON never gets there.
     """
 
     __slots__ = (
@@ -67,10 +67,10 @@ class JsonValue:
         self._expected = _Expected.VALUE
         self._in_key = False  # True if the open string is one
         self._literal = ""  # a number or word that may continue
-        self._is_held = False  # True if it is none of JSON's
-        self._word = ""  # it, if it is held
-        self._key: str | None = None  # a key without quotes, and space behind it
-        self._comma = ""  # a comma and space behind it, if something follows
+        self._is_held = False  # True if JSON has no such number or word
+        self._word = ""  # the literal, if it is held
+        self._key: str | None = None  # a key without quotes, and whitespace after it
+        self._comma = ""  # a comma and whitespace after it, held until something follows
         self._escape = ""  # a backslash and the known part of its escape
         self.first = ""
         self.has_begun = False
@@ -130,7 +130,7 @@ class JsonValue:
                     self._end_literal(out)
                     if self.has_ended:
                         break
-                if self.has_literal:  # Its first character begins no value.
+                if self.has_literal:  # Its first character does not begin a value.
                     self.is_broken = self.has_ended = True
                     break
                 at += 1

@@ -23,7 +23,7 @@ class Lexeme(NamedTuple):
 
 
 class Unseen(Lexeme):
-    """A marker whose token ended the answer, so its text is no part of it."""
+    """A marker whose token ended the answer, so its text never arrives."""
 
 
 class _Awaited(NamedTuple):
@@ -31,7 +31,7 @@ class _Awaited(NamedTuple):
 
     text: str
     is_marker: bool
-    num_before: int  # how often earlier ordinary tokens may have spelled its text
+    num_before: int  # earlier occurrences of its text, spelled by ordinary tokens
 
 
 class Lexer:
@@ -47,8 +47,8 @@ class Lexer:
     Args:
         markers: Texts that the parser interprets.
         vocabulary: The tokenizer's added tokens, by text.
-        skipped: Tokens whose text is dropped, with that text: special ones that are no markers. One
-            that is a part of a marker is kept.
+        skipped: Texts of tokens to drop, by id: special tokens that are not markers. A token that
+            is a part of a marker is kept.
         decode: Returns the text of tokens. It is used if many tokens arrive together and the text
             has a marker's characters more often than its token; without it, the first ones count.
     """
@@ -70,7 +70,7 @@ class Lexer:
         self._decode = decode
         self._held = ""
         self._awaited: deque[_Awaited] = deque()
-        self._unseen: list[int] = []  # ordinary tokens whose text is pending, as far as we know
+        self._unseen: list[int] = []  # ordinary tokens whose text may be pending
 
         # Longest first, so that the longer one of two with the same beginning is found.
         self._spelled = re.compile("|".join(map(re.escape, spelled))) if spelled else None
@@ -111,7 +111,7 @@ class Lexer:
         A marker whose text never came is the token that ended the answer.
 
         Args:
-            is_cut: The model would have continued, so the beginning of a marker is no text, unless
+            is_cut: The model would have continued, so the beginning of a marker is dropped, unless
                 it is a single character or a word.
         """
         while self._awaited:
@@ -127,9 +127,9 @@ class Lexer:
             yield from self._text(held, is_whole=True)
 
     def without_call(self, text: str) -> str:
-        """The text that a parser held when an answer was cut, without the beginning of a call.
+        """Returns text that a parser held when the answer was cut, without the beginning of a call.
 
-        That begins with a marker or a bracket. Words that a model wrote behind the marker stay.
+        A call begins with a marker or a bracket. Prose after the marker is kept.
         """
         if _BRACKET.match(text):
             return ""

@@ -163,7 +163,7 @@ class MinimaxM3Parser:
             yield ContentText(raw)
 
     def _add(self, text: str) -> Iterator[Event]:
-        """Text that is no tag."""
+        """Text that is not a tag."""
         if not self._open:
             if self._in_block and not text.strip():
                 if self._raw:

@@ -48,16 +48,16 @@ class Marks:
 class NamedJsonParser:
     """Reads calls whose arguments are JSON objects.
 
-    Text between the markers of a call that is no tool's name and no object is text, and so is text
-    between calls. Repeated markers, and redundant ones after a call, are not.
+    Between the markers of a call, anything but a tool's name and an object is text of the answer,
+    and so is text between calls. Repeated markers, and redundant ones after a call, are dropped.
 
     Args:
         marks: The family's markers.
         name_of: Returns name and id of a call from the text before and after the marker
-            `Marks.arguments`, up to the object's bracket; None if it is no call.
+            `Marks.arguments`, up to the object's bracket; None if it is not a call.
         tools: Tools that may be called.
-        is_nameless: True if a text before the arguments stands for a call without a name, whose
-            tool is the only one that the arguments fit.
+        is_nameless: True if the text before the arguments is that of a call without a name. Its
+            tool is the only one that accepts the arguments.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class NamedJsonParser:
         self._known: Collection[str] = {tool.name for tool in tools}
         self._state: Callable[[Lexeme, list[Event]], None] = self._outside
         self._raw: list[str] = []  # text that may be no call
-        self._noise: list[str] = []  # the text in it that is no part of a call
-        self._after = ""  # the text behind the arguments of the open call
+        self._noise: list[str] = []  # the text in it that cannot be part of a call
+        self._after = ""  # the text after the arguments of the open call
         self._held: list[str] = []  # arguments of a call without a name
         self._head: list[str] = []  # of the open call, before its arguments
         self._num_head = 0
@@ -214,7 +214,7 @@ class NamedJsonParser:
                     self._outside(Lexeme(text[at:]), out)
 
     def _begin(self, out: list[Event]) -> None:
-        """Gives out a call's name."""
+        """Emits the beginning of a call."""
         found = self._named_tool()
         assert found is not None
         name, call_id = found
@@ -293,7 +293,7 @@ class NamedJsonParser:
         self._state = self._in_arguments
 
     def _tool_for(self, arguments: str) -> str | None:
-        """Returns the only tool that takes some arguments; None if there is none, or several."""
+        """Returns the only tool that accepts some arguments; None if none does, or several do."""
         try:
             keys = json.loads(arguments).keys()
         except (ValueError, RecursionError):  # thousands of digits, or of brackets

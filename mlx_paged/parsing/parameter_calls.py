@@ -130,7 +130,7 @@ class ParameterCalls:
 
     Args:
         texts: Texts of the syntax.
-        tools: Tools of the request; other names are no calls.
+        tools: Tools of the request; other names are not calls.
         separator: Text between two calls in sequence.
     """
 
@@ -159,7 +159,7 @@ class ParameterCalls:
         self.num_calls = 0
         self.has_failed = False
         self._has_ended = False
-        self._is_broken = False  # a value of the open call is no JSON
+        self._is_broken = False  # a value of the open call is not JSON
 
     @property
     def in_string(self) -> bool:

@@ -14,7 +14,7 @@ class XlamFormat(BareJsonFormat):
     names = ("xlam",)
     models = "xLAM"
     markers = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "</think>")
-    behind = ("</think>",)
+    line_starts = ("</think>",)
     begins_call = ("<tool_call>", "[TOOL_CALLS]")
 
 

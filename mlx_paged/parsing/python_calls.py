@@ -139,7 +139,7 @@ class PythonCalls:
         self._out: list[Event] = []
         self._name = ""
         self._key = ""
-        # Names of parameters that are none in Python, by tool.
+        # Names of parameters that are not identifiers, by tool.
         self._odd_keys = {
             tool.name: [key for key in properties_of(tool.parameters) if not _KEY.fullmatch(key)]
             for tool in tools
@@ -147,7 +147,7 @@ class PythonCalls:
         self._in_call = False
         self._writer = ArgumentsWriter(None)
         self._string = PythonString('"')
-        self._bare: list[str] = []  # of a value that is no string
+        self._bare: list[str] = []  # of a value that is not a string
         self._depth = 0
         self._quote = ""  # of a string within it
         self._raw: list[str] = []  # text since the last call of a tool
@@ -216,7 +216,7 @@ class PythonCalls:
         return any(name.startswith(self._name) for name in self._parameters)
 
     def unread(self) -> str:
-        """Takes the text that was read and is no call."""
+        """Returns, and forgets, text that was read and is not a call."""
         raw = "".join([*self._skipped, *self._raw])
         is_needed = not self.num_calls or re.search(r"\w", raw) is not None
         self._skipped, self._raw = [], []
@@ -233,7 +233,7 @@ class PythonCalls:
             self._num_ended += 1
 
     def _give_up(self) -> None:
-        """It is no list of calls any more."""
+        """Ends the list at text that is not a call."""
         self.has_failed = not self.num_calls
         self.has_ended = not self.has_failed
         if self._in_call:

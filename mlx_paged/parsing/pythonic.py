@@ -98,7 +98,7 @@ def python_call(lark: Lark, tool: Tool, *, has_json_words: bool = False) -> str:
 def _value(
     lark: Lark, schema: Schema, root: Schema, tool: Tool, has_json_words: bool = False
 ) -> str:
-    """A value: as JSON writes it, but for the words that Python writes otherwise."""
+    """Returns a value in JSON, except for Python's words (``True``, ``None``)."""
     types = types_of(schema, root if isinstance(root, Mapping) else {})
     words = {frozenset({"boolean"}): '"True" | "False"', frozenset({"null"}): '"None"'}
     if has_json_words:

@@ -67,7 +67,7 @@ class ReasoningFormat:
     def begins(self, prompt_token_ids: Sequence[int]) -> Reasoning:
         """Returns how an answer to a prompt begins.
 
-        Only the prompt's end counts, after its last special token that is no marker. Everything
+        Only the prompt's end counts, after its last special token that is not a marker. Everything
         before belongs to other turns, whose text is irrelevant.
 
         Args:

@@ -283,7 +283,7 @@ class ArgumentsWriter:
         return opening + json.dumps(name, ensure_ascii=False) + ": "
 
     def _may_wrap(self, name: str) -> bool:
-        """Returns True if a parameter is none of the tool's, but a name for all of them."""
+        """True for a name under which models put all arguments, and no parameter of the tool."""
         return name in WRAPPERS and bool(self._properties) and self._schema(name) is None
 
     @property

@@ -19,7 +19,7 @@ from mlx_paged.parsing.lexer import Lexeme
 from mlx_paged.parsing.schemas import ArgumentsWriter, properties_of
 from mlx_paged.parsing.tags import Tags
 
-_MAX_NAME_LENGTH = 256  # characters; a longer text is no name
+_MAX_NAME_LENGTH = 256  # characters; a longer text is not a name
 _MAX_KEY_LENGTH = 2 * _MAX_NAME_LENGTH  # with its end
 
 _State = Callable[[Lexeme], Iterator[Event]]
@@ -57,7 +57,7 @@ class TaggedParser:
         self._keys: set[str] = set()  # parameters so far
         self._key = ""
         self._value = JsonValue()
-        self._lexemes: list[Lexeme] = []  # of a value that is no string
+        self._lexemes: list[Lexeme] = []  # of a value that is not a string
         self._is_late = False  # the answer has ended
         self._space = ""  # at the end of a value, so far
         self._held: list[Lexeme] = []  # the possible end of the value, or a part of it
@@ -192,7 +192,7 @@ class TaggedParser:
         return not (self._raw and self._raw[0] in self._block_ends)
 
     def _end_block(self, tag: str) -> Iterator[Event]:
-        """A block without a call is text, including tags; of another, the rest is."""
+        """Ends a block. Without a call, all of it is text, including tags."""
         if self._has_call:
             yield from self._noise_as_content()
             return
@@ -201,7 +201,7 @@ class TaggedParser:
         yield from self._as_content()
 
     def _noise_as_content(self, name: str = "") -> Iterator[Event]:
-        """Reads text between calls.
+        """Emits the text before a call, or between calls.
 
         Args:
             name: Name of the next call, which some models also write before it.
@@ -254,12 +254,12 @@ class TaggedParser:
             yield from self._no_call()
 
     def _leave_block(self) -> None:
-        """Notes that a block had no call, so its end will be text."""
+        """Leaves a block without a call, so that its end tag will be text."""
         if not self._has_call:
             self._block_end = None
 
     def _no_call(self) -> Iterator[Event]:
-        """Gives out as text all that was read."""
+        """Emits everything that was read as text."""
         self._leave_block()
         self._raw.append(self._name)
         self._name = ""
@@ -284,7 +284,7 @@ class TaggedParser:
         yield CallBegin(name)
 
     def _in_arguments(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Between a name or a value and the next key."""
+        """Reads text between a name or a value and the next key."""
         is_first = not (self._keys or self._stray_text())
         if not lexeme.is_marker and is_first and lexeme.text.lstrip()[:1] == "{":
             self._value = JsonValue()
@@ -314,7 +314,7 @@ class TaggedParser:
         yield from self._beside_call()
 
     def _beside_call(self) -> Iterator[Event]:
-        """Text within the call that is none of its parts."""
+        """Emits text in a call at a position without text."""
         text, self._stray = self._stray_text(), []
         if text:
             yield ContentText(text + "\n")
@@ -326,7 +326,7 @@ class TaggedParser:
         return text.strip()
 
     def _ends_key(self, lexeme: Lexeme) -> bool:
-        """True for a tag that shows that the key before it is none."""
+        """True for a tag that cannot follow a key, so the text before it was not one."""
         tags = self._tags
         others = (tags.key, tags.call, tags.call_end, tags.value_end, self._block_end)
         return lexeme.is_marker and (lexeme.text in others or lexeme.text in self._block_ends)
@@ -413,7 +413,7 @@ class TaggedParser:
         yield from self._write(certain)
 
     def _add_space(self, *, is_end_missing: bool = False) -> Iterator[Event]:
-        """The value has ended; the space at its end is a part of it.
+        """Ends the value; the whitespace held at its end is part of it.
 
         Args:
             is_end_missing: Its end tag is missing, so a newline belongs to the tag that follows.
@@ -529,14 +529,14 @@ class TaggedParser:
             yield from self._state(lexeme)
 
     def _not_ended(self, lexeme: Lexeme) -> Iterator[Event]:
-        """Adds to the value all that is held; this lexeme follows it."""
+        """Adds the held lexemes to the value, and then this one."""
         held, self._held = "".join(held.text for held in self._held), []
         self._state = self._in_value
         yield from self._add(held)
         yield from self._in_value(lexeme)
 
     def _in_json(self, lexeme: Lexeme) -> Iterator[Event]:
-        """The call is a JSON object, or several, in the place of a name and values."""
+        """Reads a call written as JSON, or several, instead of a name and values."""
         assert self._json is not None
         if lexeme == (self._tags.call_end, True) and not self._json.in_string:
             yield from self._end_json(lexeme.text)
@@ -571,13 +571,13 @@ class TaggedParser:
         yield from self._as_content()
 
     def _of_json(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Events of the JSON's reader. Once it has found a call, the tag before it is one."""
+        """Yields events of the JSON reader. The tags before a call are not text any more."""
         if events:
             self._raw = []
         yield from events
 
     def _in_json_arguments(self, lexeme: Lexeme) -> Iterator[Event]:
-        """All arguments are one JSON object, in the place of keys and values."""
+        """Reads arguments written as one JSON object instead of keys and values."""
         value, tags = self._value, self._tags
         ends = (tags.call_end, tags.call, self._block_end, *self._block_ends)
         if lexeme.is_marker and lexeme.text in ends and not value.in_string:

@@ -185,11 +185,13 @@ def rewrites(spelling: Spelling) -> list[Rewrite]:
             "" if spelling.between.strip() else "text beside reasoning and calls is reasoning",
         ),
         Rewrite(_text_before_calls, 5, "text beside calls is a message of its own"),
-        Rewrite(_arguments_as_objects, 8, "arguments that are no object are a text in one"),
+        Rewrite(
+            _arguments_as_objects, 8, "arguments that are not an object are put into one as text"
+        ),
         Rewrite(_one_call_each, 2),
         Rewrite(lambda messages: as_text(messages, ()), 60, "calls and their results are texts"),
         Rewrite(_with_every_result, 9, "calls without a result have an empty one"),
-        Rewrite(_text_into_result, 10, "text behind results of tools is a part of the last one"),
+        Rewrite(_text_into_result, 10, "text after tool results is appended to the last one"),
         Rewrite(_neighbors_joined, 4),
         Rewrite(_user_first, 9, "an empty message of the user is put first"),
         Rewrite(_as_lists, 1, contents="lists"),
