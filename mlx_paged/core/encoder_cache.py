@@ -2,7 +2,7 @@
 
 *Features* are a tower's output for a media item: the input embeddings of its rows. The cache keeps
 them for other sequences with the same item, and for the next chunk of a sequence that is in the
-middle of it. This is the bookkeeping; `mlx_paged.multimodal.encoder_cache` has the arrays::
+middle of it. This is the bookkeeping; `mlx_paged.multimodal.feature_store` has the arrays::
 
       not held --- a chunk needs it, the step may encode it ---> held, in use by a step in flight
          ^                                                         |              ^

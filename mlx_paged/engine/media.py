@@ -182,7 +182,7 @@ class MediaPrompts:
 
 
 class FeatureStore(Protocol):
-    """The features on the device; see `multimodal.encoder_cache.FeatureStore`."""
+    """The features on the device; see `multimodal.feature_store.FeatureStore`."""
 
     @property
     def num_bytes(self) -> int:

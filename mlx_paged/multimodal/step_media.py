@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_paged.core import StepBatch
 from mlx_paged.model.media import MediaFeatures, MediaInputs, StepMedia
-from mlx_paged.multimodal.encoder_cache import FeatureStore
+from mlx_paged.multimodal.feature_store import FeatureStore
 from mlx_paged.multimodal.prepared import IntArray, SequenceMedia
 
 
@@ -29,11 +29,12 @@ class StepMediaBuilder:
     ) -> None:
         self.store = FeatureStore(encode)
         self._uses_rope_positions = uses_rope_positions
-        self._seq_ids: list[int] = []  # of the step before,
-        self._media: list[SequenceMedia | None] = []  # theirs,
-        self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0: it has no media,
-        self._deltas = np.zeros(0)  # [num_seqs], their RoPE deltas,
-        self._has_fractions = False  # and whether their RoPE positions may be fractions
+        # Of the sequences of the step before, which usually are those of the next one, too.
+        self._seq_ids: list[int] = []
+        self._media: list[SequenceMedia | None] = []
+        self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0 without media
+        self._deltas = np.zeros(0)  # [num_seqs]; RoPE deltas
+        self._has_fractions = False  # True if RoPE positions may be fractions
 
     def build(
         self,

@@ -187,7 +187,7 @@ def test_the_device_half_names_no_scheduler_object() -> None:
     allowed = {"StepBatch", "StepResult", "StepTable", "StateMove", "ScheduledMedia"}
     allowed |= {"PromptLogprobs", "PooledStates", "TOKEN_TYPE", "outside", "PromptMedia"}
     allowed |= {"RejectedItem", "StepTime"}
-    for name in [*device, "../multimodal/step_media", "../multimodal/encoder_cache"]:
+    for name in [*device, "../multimodal/step_media", "../multimodal/feature_store"]:
         for node in ast.walk(ast.parse((engine / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
                 "mlx_paged.core"

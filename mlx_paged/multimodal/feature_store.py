@@ -1,7 +1,7 @@
-"""FeatureStore: the arrays of the features on the device.
+"""FeatureStore: the features of media items (encoder outputs) on the device.
 
-`mlx_paged.core.encoder_cache.EncoderCache` decides which features are kept. If this store lacks one
-anyway, because the step that made it failed, it makes it again on demand.
+`mlx_paged.core.encoder_cache.EncoderCache` decides which features are kept. If this store lacks
+some anyway, because the step that computed them failed, it computes them again on demand.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mlx_paged.platform import is_out_of_memory
 class FeatureStore:
     """Features by key.
 
-    A step makes features lazily, in its own graph. Until the step has been read, they may turn out
-    to be invalid; `abandon` drops those.
+    A step computes features lazily, in its own graph. Until the step has been read, they may turn
+    out to be invalid; `abandon` drops those.
 
     Args:
         encode: Runs the encoder of an item, lazily.
@@ -32,8 +32,8 @@ class FeatureStore:
         self.num_encoded = 0
         self._encode = encode
         self._features: dict[bytes, MediaFeatures] = {}
-        self._made: list[bytes] = []  # by the step launched last,
-        self._made_before: list[bytes] = []  # by the step before, until that is read
+        self._made: list[bytes] = []  # keys of features from the step launched last
+        self._made_before: list[bytes] = []  # from the step before it, until that is read
         self._sizes: list[tuple[bytes, int]] = []
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class FeatureStore:
         return sum(features.nbytes for features in self._features.values())
 
     def begin(self, *, overlaps: bool) -> None:
-        """Notes that a step is being launched.
+        """Begins the launch of a step.
 
         Args:
             overlaps: True if the step before is unread; all earlier steps have been read.
@@ -57,10 +57,10 @@ class FeatureStore:
         self._made = []
 
     def features(self, key: bytes, inputs: MediaInputs) -> MediaFeatures:
-        """Returns the features of an item, and makes them if they are missing.
+        """Returns the features of an item; computes them, lazily, if they are missing.
 
         Raises:
-            RejectedItem: The encoder refuses it, as any later step would find, too.
+            RejectedItem: The encoder rejects the item, and would do so in any later step.
         """
         found = self._features.get(key)
         if found is None:
@@ -80,7 +80,7 @@ class FeatureStore:
         return found
 
     def made(self) -> list[mx.array]:
-        """Returns features made by the current step, for evaluation with it."""
+        """Returns the arrays that the current step computes, for evaluation with it."""
         return [
             array
             for key in self._made
@@ -89,7 +89,7 @@ class FeatureStore:
         ]
 
     def take_sizes(self) -> list[tuple[bytes, int]]:
-        """Returns (key, bytes) of features made since the last call."""
+        """Returns (key, bytes) of features computed since the last call."""
         sizes, self._sizes = self._sizes, []
         return sizes
 
@@ -99,17 +99,17 @@ class FeatureStore:
             self._features.pop(key, None)
 
     def abandon_launch(self) -> None:
-        """The step being launched failed."""
+        """Drops the features of a step whose launch failed."""
         self.drop(self._made)
         self._made = []
 
     def abandon(self) -> None:
-        """A step in flight failed, and so did the one launched after it."""
+        """Drops the features of a failed step in flight, and of the one launched after it."""
         self.drop(self._made_before)
         self._made_before = []
         self.abandon_launch()
 
     def clear(self) -> None:
-        """Gives up all features."""
+        """Drops all features."""
         self._features.clear()
         self._made, self._made_before, self._sizes = [], [], []
