@@ -86,25 +86,25 @@ class InputReader:
     """
 
     def __init__(self) -> None:
-        self._place: Literal["head", "string", "end", "unknown"] = "head"
+        self._state: Literal["head", "string", "end", "unknown"] = "head"
         self._held = ""
         self._high = ""  # the first half of a surrogate pair
 
     def feed(self, piece: str) -> str:
         """Takes more of the arguments; returns more of the input."""
-        if self._place == "end":
+        if self._state == "end":
             return ""
         self._held += piece
-        if self._place == "head":
+        if self._state == "head":
             if found := _HEAD.match(self._held):
-                self._place, self._held = "string", self._held[found.end() :]
+                self._state, self._held = "string", self._held[found.end() :]
             elif not _HEAD_WITHOUT_SPACE.startswith("".join(self._held.split())):
-                self._place = "unknown"
-        return self._string() if self._place == "string" else ""
+                self._state = "unknown"
+        return self._string() if self._state == "string" else ""
 
     def finish(self) -> str:
         """The arguments have ended; returns the rest of the input."""
-        if self._place not in ("head", "unknown"):
+        if self._state not in ("head", "unknown"):
             return ""
         text = self._held.strip()
         try:
@@ -128,7 +128,7 @@ class InputReader:
                 out.append(self._high + plain.group())
                 self._high, at = "", plain.end()
             elif held[at] == '"':
-                self._place, at = "end", len(held)
+                self._state, at = "end", len(held)
             else:
                 size = 6 if held[at + 1 : at + 2] == "u" else 2
                 if at + size > len(held):

@@ -94,11 +94,13 @@ class StructuredOutputs:
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             value = getattr(self, name)
             if value:
-                expected = f"left out: {kind} has no whitespace of JSON"
+                expected = f"left out: {kind} contains no JSON"
                 _check(name, kind in _WITH_JSON, expected, value)
         if self.disable_additional_properties:
             expected = f"left out: {kind} has no schema"
-            _check("disable_additional_properties", kind in ("json", "structural_tag"), expected, 1)
+            _check(
+                "disable_additional_properties", kind in ("json", "structural_tag"), expected, True
+            )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidParameterError(
                 f"{_FIELD}.whitespace_pattern",
