@@ -1,9 +1,9 @@
-"""Pictures, videos and sounds in prompts: everything that serving text does without.
+"""Support for pictures, videos and sounds in prompts; text-only models do not need it.
 
-Three modules of the engine lead here:
+The engine uses it in three modules:
 
 - `engine.loading` loads a multimodal checkpoint: `packages`, `loading`;
-- `engine.media` makes a prompt of a conversation with media: `options`, `parts`, `loader`,
+- `engine.media` turns a conversation with media into a prompt: `options`, `parts`, `loader`,
   `rendering`, `prompt`;
 - `engine.build` gives the runner what adds media to a step: `step_media`, `memory`.
 """

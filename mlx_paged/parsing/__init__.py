@@ -1,1 +1,1 @@
-"""Tool calls and reasoning in answers: found in a model's own syntax, and forced in it."""
+"""Parsers and grammars for tool calls and reasoning, in the syntax of each model family."""

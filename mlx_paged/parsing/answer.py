@@ -9,7 +9,7 @@ from mlx_paged.parsing import events
 from mlx_paged.parsing.call_ids import new_call_id
 from mlx_paged.parsing.custom import InputReader
 from mlx_paged.parsing.definitions import Tool
-from mlx_paged.parsing.format import Parser, PlainText, ToolFormat
+from mlx_paged.parsing.format import Parser, PlainTextParser, ToolFormat
 from mlx_paged.parsing.lexer import Lexeme, Lexer, Unseen
 from mlx_paged.parsing.reasoning import ReasoningFormat
 from mlx_paged.parsing.reasoning_reader import ContentTrimmer, ReasoningParser
@@ -334,7 +334,11 @@ def answer_parser(
     takes_calls = tool_format is not None and tool_format.reads(tools)
 
     def inner() -> Parser:
-        return tool_format.parser(tools) if tool_format is not None and takes_calls else PlainText()
+        return (
+            tool_format.parser(tools)
+            if tool_format is not None and takes_calls
+            else PlainTextParser()
+        )
 
     if reasoning_format is None:
         return inner()

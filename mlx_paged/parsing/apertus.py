@@ -34,7 +34,7 @@ class ApertusFormat(ToolFormat):
         known = {tool.name for tool in tools}
         return CallBlockParser((_BEGIN,), (_END,), lambda: KeyedCalls(known))
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = []
         for tool in tools:

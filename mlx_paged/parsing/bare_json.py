@@ -196,7 +196,7 @@ class BareJsonFormat(ToolFormat):
             line_starts=self.line_starts,
         )
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         call = json_call(lark, tools, self.arguments_key)
         calls = f'{call} ("; " {call}){MORE_CALLS}' if parallel else call

@@ -40,7 +40,7 @@ class CohereFormat(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return CohereParser(tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         index = lark.terminal("/[0-9]{1,3}/")
         calls = []

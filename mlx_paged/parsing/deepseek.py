@@ -46,7 +46,7 @@ class DeepseekV31Format(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return NamedJsonParser(_MARKS, _name_of, tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         before, between, after, separator = self.written
         calls = []

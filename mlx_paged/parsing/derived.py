@@ -133,7 +133,7 @@ class DerivedFormat(ToolFormat):
     def _limit(self) -> str:
         return "" if self.syntax.has_parallel else ", one call at a time"
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark, syntax, layout = Lark(self.vocabulary), self.syntax, self.layout
         parallel = parallel and syntax.has_parallel
         call = lark.rule(" | ".join(self._call(lark, tool) for tool in tools))

@@ -1,4 +1,4 @@
-"""ToolFormat: the parser of a family's tool calls, and a grammar that forces them."""
+"""ToolFormat: a model family's syntax of tool calls, as a parser and as a grammar."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Parser(Protocol):
         """
 
 
-class PlainText:
-    """The parser of a model without a syntax of calls, or of a request without tools."""
+class PlainTextParser:
+    """Parser for a model without a syntax of calls, or for a request without tools."""
 
     def feed(self, lexeme: Lexeme) -> Iterable[Event]:
         return (ContentText(lexeme.text),)
@@ -97,7 +97,7 @@ class ToolFormat(ABC):
         """
 
     @abstractmethod
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """Returns a grammar, in llguidance's Lark, of an answer in which every call is valid.
 
         Args:
@@ -108,11 +108,11 @@ class ToolFormat(ABC):
         """
 
     def counts(self, parameters: Mapping[str, Any]) -> Mapping[str, int]:
-        """Returns limits on the number of parameters that `forced` enforces itself, by keyword."""
+        """Returns limits on the number of parameters that `grammar` enforces itself, by keyword."""
         return {}
 
     def unenforced(self, tool: Tool) -> Iterable[tuple[str, object]]:
-        """Returns paths and values of keywords that `forced` does not enforce, beyond those that
+        """Returns paths and values of keywords that `grammar` does not enforce, beyond those that
         `prepare_schema` relaxes.
 
         Raises:

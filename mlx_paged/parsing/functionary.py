@@ -42,7 +42,7 @@ class FunctionaryV31Format(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return NamedJsonParser(_MARKS, _name_of, tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = []
         for tool in tools:
@@ -72,7 +72,7 @@ class FunctionaryV32Format(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return FunctionaryParser(tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = []
         for tool in tools:

@@ -57,7 +57,7 @@ class Gemma4Format(NestedFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return GemmaParser(self.begin, self.end, self.quote, tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. Keys have the chat template's sorting order."""
         lark = Lark(self.vocabulary)
         calls = []

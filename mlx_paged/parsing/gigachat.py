@@ -44,7 +44,7 @@ class GigaChat3Format(JsonBlockFormat):
         known = {tool.name for tool in tools}
         return GigaChatParser(self.begins_call, (), lambda: JsonCalls(known, one=True))
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. There is never more than one call."""
         lark = Lark(self.vocabulary)
         marker = next(marker for marker in self.begins_call if self.begin.startswith(marker))

@@ -63,7 +63,7 @@ class HarmonyFormat(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return HarmonyParser(tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. It begins at the answer's first token and includes the reasoning.
 
         A call ends the turn, so there is never more than one. The grammar excludes its end, which

@@ -51,7 +51,7 @@ class InklingFormat(ToolFormat):
             begins_call=(_CALL,),
         )
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. It begins at the answer's first token: the reasoning is a part of it."""
         lark = Lark(self.vocabulary)
         again = lark.literal(_AGAIN)

@@ -1,4 +1,4 @@
-"""Calls as JSON objects between markers: the common code of such families."""
+"""Calls as JSON objects between markers: code shared by the families that write them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class JsonBlockFormat(ToolFormat):
         known = {tool.name for tool in tools}
         return CallBlockParser(self.begins_call, ends, lambda: JsonCalls(known, one=not ends))
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         marker = next(marker for marker in self.begins_call if self.begin.startswith(marker))
         lark = Lark(self.vocabulary)
         body = json_call(lark, tools, self.arguments_key)

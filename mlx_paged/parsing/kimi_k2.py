@@ -49,7 +49,7 @@ class KimiK2Format(ToolFormat):
             is_nameless=_NUMBER.fullmatch,
         )
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark, marks = Lark(self.vocabulary), self.marks
         index = lark.terminal("/[0-9]{1,4}/")
         calls = []

@@ -76,7 +76,7 @@ class KimiK3Format(TaggedFormat):
             begins_with=Body.TEXT,
         )
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. If the prompt has opened the text, it only ends."""
         lark = Lark(self.vocabulary)
         call = lark.rule(

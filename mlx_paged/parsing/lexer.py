@@ -1,4 +1,4 @@
-"""Cuts an answer into markers and the text between them, by its tokens and their text."""
+"""Lexer: splits an answer into markers and the text between them, by its tokens and their text."""
 
 from __future__ import annotations
 

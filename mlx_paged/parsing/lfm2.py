@@ -41,7 +41,7 @@ class Lfm2Format(PythonicFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return CallBlockParser((_BEGIN,), (_END,), reader=lambda: _Calls(tools))
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = lark.rule(python_calls(lark, tools, parallel=parallel))
         # All calls are in one block.

@@ -35,9 +35,9 @@ class LongcatFormat(TaggedFormat):
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
         return "<longcat_tool_call>" in chat_template
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         if self.tags.key in self.chat_template:
-            return super().forced(tools, required=required, parallel=parallel)
+            return super().grammar(tools, required=required, parallel=parallel)
         lark = Lark(self.vocabulary)
         closing = lark.literal("\n" + self.tags.call_end)
         return lark.answer(

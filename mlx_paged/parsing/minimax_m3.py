@@ -46,7 +46,7 @@ class MinimaxM3Format(NestedFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return MinimaxM3Parser(tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = []
         for tool in tools:

@@ -44,7 +44,7 @@ class MistralFormat(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> MistralParser:
         return MistralParser(tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         if _ARGUMENTS in self.vocabulary or _ARGUMENTS in self.chat_template:
             before = self.literal(_ARGUMENTS)

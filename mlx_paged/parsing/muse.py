@@ -57,7 +57,7 @@ class MuseFormat(TaggedFormat):
             begins_call=self.begins_call,
         )
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. It begins at the answer's first token: the reasoning is a part of it."""
         lark = Lark(self.vocabulary)
         message = message_rules(lark, self.markers, _END, f"{_START}assistant")

@@ -1,4 +1,4 @@
-"""Calls as a name and a JSON object, with markers around each: common code of such families."""
+"""Calls as a name and a JSON object between markers: code shared by the families that write them."""
 
 from __future__ import annotations
 

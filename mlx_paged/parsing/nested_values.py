@@ -1,4 +1,4 @@
-"""Formats that write objects and arrays within values in their own notation, not as JSON."""
+"""Formats that write nested objects and arrays in a notation of their own, not as JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlx_paged.parsing.schemas import Schema, resolved
 
 
 class NestedFormat(ParameterFormat):
-    """A format of this kind: its grammar is a rule for each part of a tool's schema."""
+    """A format with nested values. Its grammar has a rule for each part of a tool's schema."""
 
     nests = True
 
 
 class SchemaRules(ABC):
-    """Rules of a tool's arguments in such a notation.
+    """Writes the rules of a tool's arguments in such a notation.
 
     Args:
         lark: Destination of the rules.

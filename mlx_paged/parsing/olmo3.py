@@ -35,7 +35,7 @@ class Olmo3Format(PythonicFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return CallBlockParser((_BEGIN,), (_END,), reader=lambda: PythonCalls(tools, in_list=False))
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         call = lark.rule(" | ".join(python_call(lark, tool) for tool in tools))
         is_tight = re.search(rf"{_BEGIN}[\w.-]+\(", self.chat_template) is not None

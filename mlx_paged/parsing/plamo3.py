@@ -50,7 +50,7 @@ class Plamo3Format(ToolFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return NamedJsonParser(_MARKS, _name_of, tools)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = []
         for tool in tools:

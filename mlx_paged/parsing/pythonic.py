@@ -35,7 +35,7 @@ class PythonicFormat(ParameterFormat):
         ends = [marker for marker in self.markers if marker not in self.begins_call]
         return BareCallsParser(lambda: PythonCalls(tools), "[", self.begins_call, ends)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         calls = lark.rule(python_calls(lark, tools, parallel=parallel))
         return lark.bare_answer(calls, r"\[", required=required, others=self.begins_call)

@@ -1,4 +1,4 @@
-"""Tells reasoning from the answer, by the markers of the model's reasoning format."""
+"""ReasoningParser: separates reasoning from the answer by the markers of a reasoning format."""
 
 from __future__ import annotations
 

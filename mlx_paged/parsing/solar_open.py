@@ -54,7 +54,7 @@ class SolarOpenFormat(ToolFormat):
             begins_call=self.begins_call,
         )
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         """See the base. It begins at the answer's first token and includes the reasoning.
 
         The grammar excludes the end of the calls, a token that ends the answer.

@@ -32,7 +32,7 @@ class TaggedFormat(ParameterFormat):
     def parser(self, tools: Sequence[Tool]) -> Parser:
         return TaggedParser(self.tags, tools, takes_json=self.takes_json)
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         tags = self.tags
         if not tags.blocks:

@@ -77,7 +77,7 @@ class JambaFormat(_ToolCallsFormat):
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
         return _BEGIN in chat_template and "<|bom|>" in chat_template
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         call = json_call(lark, tools)
         more = f'(",\\n    " {call}){MORE_CALLS}' if parallel else ""
@@ -96,7 +96,7 @@ class MinimaxM1Format(_ToolCallsFormat):
     def matches(cls, chat_template: str, vocabulary: Mapping[str, int]) -> bool:
         return any(f"{_BEGIN}{newline}{{" in chat_template for newline in ("\n", "\\n"))
 
-    def forced(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[Tool], *, required: bool, parallel: bool) -> str:
         lark = Lark(self.vocabulary)
         line = f'{json_call(lark, tools)} "\\n"'
         rest = f'"\\n" ({line}){ONE_TO_MAX_CALLS if parallel else ""} {lark.literal(_END)}'

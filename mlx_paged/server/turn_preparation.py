@@ -235,14 +235,14 @@ def _constraint(
         relaxed += tuple(path for path in found.relaxed if path not in relaxed)
     if choice.forces_a_call:
         parallel = choice.parallel and choice.mode == "required"
-        grammar = tool_format.forced(prepared, required=True, parallel=parallel)
+        grammar = tool_format.grammar(prepared, required=True, parallel=parallel)
     elif wanted is not None:  # calls, or the constrained text
         assert schema is not None
-        calls = tool_format.forced(prepared, required=True, parallel=choice.parallel)
+        calls = tool_format.grammar(prepared, required=True, parallel=choice.parallel)
         calls = re.sub(r"^start:", "calls:", calls, flags=re.MULTILINE)
         grammar = f"start: calls | answer\nanswer: {lark_json(schema)}\n{calls}"
     else:
-        grammar = tool_format.forced(prepared, required=False, parallel=choice.parallel)
+        grammar = tool_format.grammar(prepared, required=False, parallel=choice.parallel)
     # A format that reads everything also writes the reasoning.
     grammar = with_forcing(grammar)
     return _Constraint(

@@ -138,7 +138,7 @@ def test_12_no_token_that_ends_the_answer_within_json(family: Family) -> None:
     """vLLM #42403: a stop token escaped in the middle of the arguments."""
     walker = Walker(family.tokens)
     format = format_of(family.name, walker.tokenizer.added, family.template)
-    lark = format.forced(TOOLS, required=True, parallel=True)
+    lark = format.grammar(TOOLS, required=True, parallel=True)
     updates = walker.tokenizer.encode(family.render([WEATHER]))
     matcher = walker.matcher(lark)
     for token, _ in updates:
@@ -152,7 +152,7 @@ def test_15_a_forced_call_is_no_text(family: Family) -> None:
     """oMLX #1258: a forced tool returned text."""
     walker = Walker(family.tokens)
     format = format_of(family.name, walker.tokenizer.added, family.template)
-    lark = format.forced(TOOLS[:1], required=True, parallel=False)
+    lark = format.grammar(TOOLS[:1], required=True, parallel=False)
     assert not walker.accepts(lark, family.alone("It is warm in Oslo."))
     assert not walker.accepts(lark, "")
     assert walker.accepts(lark, family.render([WEATHER]))

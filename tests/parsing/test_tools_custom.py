@@ -147,7 +147,7 @@ def test_every_family_is_held_to_a_grammar(family) -> None:
     format = format_of(family.name, walker.tokenizer.added, family.template)
     offered = custom_tool("patch", "Edits files.", FIELD, InputGrammar("lark", PATCH))
     tool = _prepared(offered, format, prune=False).tool
-    lark = format.forced([tool], required=True, parallel=False)
+    lark = format.grammar([tool], required=True, parallel=False)
     for text, is_valid in (
         ('*** Begin Patch\n*** Add File: é\n+x = "1"\n+\\\n*** End Patch\n', True),
         ("*** Begin Patch\n*** Add File: a\n-x\n*** End Patch", False),

@@ -129,9 +129,9 @@ def test_families_of_the_collection(family: Family) -> None:
 
 def check_family(family: Family, tokens: Sequence[str]) -> None:
     walker, format = derived(FamilyProbe(family), tokens)
-    required = format.forced(TOOLS, required=True, parallel=True)
-    auto = format.forced(TOOLS, required=False, parallel=True)
-    once = format.forced(TOOLS, required=True, parallel=False)
+    required = format.grammar(TOOLS, required=True, parallel=True)
+    auto = format.grammar(TOOLS, required=False, parallel=True)
+    once = format.grammar(TOOLS, required=True, parallel=False)
     for calls in CALLS if family.has_parallel else CALLS[:-1]:
         text = family.render(calls)
         check_reading(format, walker.tokenizer, family.before(family.lead) + text, calls)
@@ -147,9 +147,9 @@ def check_family(family: Family, tokens: Sequence[str]) -> None:
 @in_both_ways
 def test_invented_templates(template: Invented, has_tokens: bool) -> None:
     walker, format = derived(probe_of(template), template.tokens if has_tokens else ())
-    required = format.forced(TOOLS, required=True, parallel=True)
-    auto = format.forced(TOOLS, required=False, parallel=True)
-    once = format.forced(TOOLS, required=True, parallel=False)
+    required = format.grammar(TOOLS, required=True, parallel=True)
+    auto = format.grammar(TOOLS, required=False, parallel=True)
+    once = format.grammar(TOOLS, required=True, parallel=False)
     for calls in calls_of(template):
         ids = [f"id_{i}" for i in range(len(calls))] if template.has_ids else []
         text = rendered(template, calls, "Before.\n")
@@ -173,7 +173,7 @@ def test_the_kind_of_a_syntax(template: Invented) -> None:
 def test_forced_calls_are_valid(template: Invented, has_tokens: bool) -> None:
     walker, format = derived(probe_of(template), template.tokens if has_tokens else ())
     tools = {tool.name: tool for tool in TOOLS}
-    lark = format.forced(TOOLS, required=True, parallel=True)
+    lark = format.grammar(TOOLS, required=True, parallel=True)
     endings = [*format.markers]
     assert isinstance(format, DerivedFormat)
     if (parts := format.syntax.parameters) is not None:

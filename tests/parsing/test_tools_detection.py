@@ -223,7 +223,7 @@ def test_the_template_says_whose_the_newlines_around_a_value_are(before: str, te
     [call] = reader.answer.calls
     assert json.loads(call.arguments) == {"city": text}
     walker = Walker(())
-    lark = format.forced(TOOLS, required=True, parallel=False)
+    lark = format.grammar(TOOLS, required=True, parallel=False)
     tight = written.replace("\nOslo\n", "Oslo")
     assert walker.accepts(lark, tight) == (before == "")
     assert walker.accepts(lark, written)

@@ -252,7 +252,7 @@ def test_forced_calls_are_valid(family: Family, has_tokens: bool, required: bool
     num_calls = num_ended = 0
     endings = [space + marker for marker in format.markers for space in ("", "\n")]
     for parallel in (True, False):
-        lark = format.forced(FORCED, required=required, parallel=parallel)
+        lark = format.grammar(FORCED, required=required, parallel=parallel)
         for seed in range(9 * THOROUGH):
             begins = not required and seed % 3  # (a walk does not come upon a marker by itself)
             begin = family.begin or format.begins_call[0]
@@ -282,7 +282,7 @@ def test_what_a_template_renders_is_what_is_forced(family: Family, has_tokens: b
     """The grammar forces calls as those of history are rendered, so models find their habits."""
     walker = Walker(family.tokens if has_tokens else ())
     format = format_of(family.name, walker.tokenizer.added, family.template)
-    lark = format.forced(TOOLS, required=True, parallel=True)
+    lark = format.grammar(TOOLS, required=True, parallel=True)
     calls: list[list[tuple[str, Any]]] = [
         [("now", {})],
         [("get_weather", {"city": "Oslo", "days": 3, "units": "celsius"})],
@@ -292,9 +292,9 @@ def test_what_a_template_renders_is_what_is_forced(family: Family, has_tokens: b
         assert walker.accepts(lark, family.render(of_answer)), family.render(of_answer)
     assert not walker.accepts(lark, family.render([("get_weather", {"days": 3})]))
     assert not walker.accepts(lark, family.render([("unknown", {})]))
-    once = format.forced(TOOLS, required=True, parallel=False)
+    once = format.grammar(TOOLS, required=True, parallel=False)
     assert not walker.accepts(once, family.render(calls[2]))
-    auto = format.forced(TOOLS, required=False, parallel=True)
+    auto = format.grammar(TOOLS, required=False, parallel=True)
     assert walker.accepts(auto, family.alone("Nothing to do."))
     assert walker.accepts(auto, family.before("It is:\n") + family.render(calls[1]))
 
@@ -304,7 +304,7 @@ def test_text_of_a_parameter_that_may_be_more_than_a_string() -> None:
     schema = {"anyOf": [{"type": "integer", "minimum": 10}, {"type": "string"}]}
     one = Tool(name="f", parameters={"properties": {"x": schema}, "required": ["x"]})
     walker = Walker(())
-    lark = format_of("glm47", {}, "").forced((one,), required=True, parallel=False)
+    lark = format_of("glm47", {}, "").grammar((one,), required=True, parallel=False)
     call = "<tool_call>f<arg_key>x</arg_key><arg_value>{}</arg_value></tool_call>"
     assert walker.accepts(lark, call.format("ten"))
     assert walker.accepts(lark, call.format("10"))

@@ -23,16 +23,16 @@ def walker() -> Walker:
     return Walker(("<tool_call>", "</tool_call>"))
 
 
-def forced(
+def grammar(
     walker: Walker, name: str, *tools: Tool, required: bool = True, parallel: bool = True
 ) -> str:
     format = format_of(name, walker.tokenizer.added)
-    return format.forced(tools or TOOLS, required=required, parallel=parallel)
+    return format.grammar(tools or TOOLS, required=required, parallel=parallel)
 
 
 def test_json_has_the_whitespace_of_templates(walker: Walker) -> None:
     """So that the next turn, which renders the call, finds its prefix."""
-    lark = forced(walker, "hermes")
+    lark = grammar(walker, "hermes")
     assert walker.accepts(lark, CALL)
     for other in ('"Oslo",  ', '"Oslo",', '"Oslo",\n', '"Oslo" , '):
         assert not walker.accepts(lark, CALL.replace('"Oslo", ', other))
@@ -43,14 +43,14 @@ def test_json_has_the_whitespace_of_templates(walker: Walker) -> None:
 
 def test_a_value_has_no_end_tag(walker: Walker) -> None:
     """An end tag before the next tag ends the value for a reader."""
-    lark = forced(walker, "qwen3_coder")
+    lark = grammar(walker, "qwen3_coder")
     assert walker.accepts(lark, VALUE)
     assert walker.accepts(lark, VALUE.replace("Oslo", "</param <parameter>"))
     assert not walker.accepts(lark, VALUE.replace("Oslo", "a</parameter>b"))
 
 
 def test_values_have_the_types_of_the_schema(walker: Walker) -> None:
-    lark = forced(walker, "qwen3_coder")
+    lark = grammar(walker, "qwen3_coder")
     days = VALUE.replace("</parameter>\n", "</parameter>\n<parameter=days>\n{}\n</parameter>\n")
     units = days.replace("days", "units")
     assert walker.accepts(lark, days.format(3))
@@ -61,7 +61,7 @@ def test_values_have_the_types_of_the_schema(walker: Walker) -> None:
 
 
 def test_parameters_come_in_the_order_of_the_schema(walker: Walker) -> None:
-    pythonic = forced(walker, "pythonic")
+    pythonic = grammar(walker, "pythonic")
     for call, is_taken in (
         ('[get_weather(city="Oslo", units="celsius")]', True),
         ('[get_weather(city="Oslo", days=3, units="celsius")]', True),
@@ -74,7 +74,7 @@ def test_parameters_come_in_the_order_of_the_schema(walker: Walker) -> None:
         ('[search.web-v2(query="x", exact=yes)]', False),
     ):
         assert walker.accepts(pythonic, call) == is_taken, call
-    assert not walker.accepts(forced(walker, "pythonic", parallel=False), "[now(), now()]")
+    assert not walker.accepts(grammar(walker, "pythonic", parallel=False), "[now(), now()]")
 
 
 def test_parameters_that_the_schema_does_not_list(walker: Walker) -> None:
@@ -89,7 +89,7 @@ def test_parameters_that_the_schema_does_not_list(walker: Walker) -> None:
         (more, '{"a": 1, "b": 1}', False),
         (free, '{"anything": [1, {}]}', True),
     ):
-        lark = forced(walker, "json", offered)
+        lark = grammar(walker, "json", offered)
         assert walker.accepts(lark, call.format(arguments)) == is_taken, (offered, arguments)
 
 
@@ -97,7 +97,7 @@ def test_text_may_come_before_calls_but_calls_are_whole(walker: Walker) -> None:
     """With an optional call, the call is valid from its first marker on."""
     spelled = Walker(())
     for some in (walker, spelled):
-        lark = forced(some, "hermes", required=False)
+        lark = grammar(some, "hermes", required=False)
         for text in ("", "No.", "1 < 2 <tool_cal", "So:\n" + CALL, CALL + "\n" + CALL + "\nDone."):
             assert some.accepts(lark, text), text
         for text in (
@@ -107,7 +107,7 @@ def test_text_may_come_before_calls_but_calls_are_whole(walker: Walker) -> None:
             CALL + "<tool_call>",
         ):
             assert not some.accepts(lark, text), text
-    lark = forced(spelled, "json", required=False)
+    lark = grammar(spelled, "json", required=False)
     call = '[{"name": "now", "arguments": {}}]'
     for text, is_taken in (
         ("", True),
@@ -134,14 +134,14 @@ def test_names_and_strings_of_any_script(walker: Walker) -> None:
             "</tool_call>",
         ),
     ):
-        assert walker.accepts(forced(walker, name, offered), text)
+        assert walker.accepts(grammar(walker, name, offered), text)
 
 
 def test_calls_of_olmo_are_written_as_its_template_has_them(walker: Walker) -> None:
     calls = "<function_calls>{0}now()\nnow(){0}</function_calls>"
     for newline, shown in (("", "<function_calls>now()</function_calls>"), ("\n", "")):
         format = format_of("olmo3", walker.tokenizer.added, shown)
-        lark = format.forced(TOOLS, required=True, parallel=True)
+        lark = format.grammar(TOOLS, required=True, parallel=True)
         assert walker.accepts(lark, calls.format(newline))
         assert not walker.accepts(lark, calls.format("" if newline else "\n"))
 
@@ -151,7 +151,7 @@ def test_calls_of_inkling_have_sorted_keys_and_may_begin_with_a_header() -> None
     one = Tool(name="f", parameters=parameters)
     walker = Walker(("<|content_invoke_tool_json|>", "<|message_model|>"))
     format = format_of("inkling", walker.tokenizer.added)
-    lark = format.forced((one,), required=True, parallel=False)
+    lark = format.grammar((one,), required=True, parallel=False)
     call = 'f<|content_invoke_tool_json|>{"name":"f","args":{"a":1,"b":2}}'
     assert walker.accepts(lark, call)
     assert walker.accepts(lark, "<|message_model|>" + call)

@@ -98,7 +98,7 @@ def test_objects_are_valid(walkers, name: str, schema: dict[str, Any]) -> None:
         assert [path for path, _ in told] in ([".properties.x_a"], [".properties.b"])
         return
     assert not told
-    lark = format.forced([tool], required=True, parallel=False)
+    lark = format.grammar([tool], required=True, parallel=False)
     found = set()
     for seed in range(12):
         ids = walker.walk(lark, seed, markers=format.markers)
@@ -138,7 +138,7 @@ def test_what_cannot_be_enforced_is_told_and_where_strict_refused(schema, paths)
             unenforced_paths(found, tool.field, strict=True)
         assert refused.value.field == told[0]
     # Without strict there is a grammar all the same.
-    format_of("qwen3_coder", {}).forced([tool], required=True, parallel=False)
+    format_of("qwen3_coder", {}).grammar([tool], required=True, parallel=False)
 
 
 def test_a_syntax_with_objects_within_values_tells_what_is_in_them() -> None:
@@ -180,7 +180,7 @@ def test_references_to_references_do_not_take_for_ever(keyword: str) -> None:
     for schema in (root, value):
         with pytest.raises(InvalidParameterError, match="fewer alternatives"):
             list(format.unenforced(Tool("f", parameters=schema)))
-            format.forced([Tool("f", parameters=schema)], required=True, parallel=False)
+            format.grammar([Tool("f", parameters=schema)], required=True, parallel=False)
         # Answers are read on the server's loop, whether or not their calls were forced.
         writer = ArgumentsWriter(schema)
         assert writer.begin("a") + writer.add("text") + writer.end() + writer.close()

@@ -85,7 +85,7 @@ def test_forced_calls_are_bounded(family) -> None:
     """A model that would call for ever must come to an end."""
     walker = Walker(family.tokens)
     format = format_of(family.name, walker.tokenizer.added, family.template)
-    lark = format.forced(TOOLS, required=True, parallel=True)
+    lark = format.grammar(TOOLS, required=True, parallel=True)
     few, many = ([("now", {})] * count for count in (2, 40))
     if not walker.accepts(lark, family.render(few)):
         pytest.skip("one call at a time, or the answer begins in the prompt")
@@ -221,4 +221,4 @@ def test_parameters_whose_names_python_has_not(name: str) -> None:
     text = family.render([("f", arguments)])
     answer, _ = read(format, (ODD,), walker.tokenizer.added, walker.tokenizer.encode(text))
     assert calls_of(answer) == [("f", arguments)]
-    assert walker.accepts(format.forced((ODD,), required=True, parallel=False), text)
+    assert walker.accepts(format.grammar((ODD,), required=True, parallel=False), text)
