@@ -1,4 +1,4 @@
-"""Calls as a name and a JSON object between markers: code shared by the families that write them."""
+"""Calls as a name and a JSON object between markers: code shared by several families."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ class DeadEnds:
         self._tester = _Tester(options)
         self._names = names
 
-    def take_out(self, schema: dict[str, Any]) -> dict[str, Any] | bool:
-        """Returns a schema with the same values. The given one may change."""
+    def rewrite(self, schema: dict[str, Any]) -> dict[str, Any] | bool:
+        """Returns a schema with the same values; False for none. May modify its argument."""
         patterns = schema.get("patternProperties")
         if isinstance(patterns, dict) and len(patterns) * len(self._names) <= _MAX_NAMES:
             _resolve_names(schema, self._names, self._tester)
-        return _with_spelled_texts(schema, self._tester)
+        return _without_unspellable_texts(schema, self._tester)
 
 
 def without_impossible_parts(schema: dict[str, Any]) -> Schema:
@@ -66,8 +66,8 @@ def without_impossible_parts(schema: dict[str, Any]) -> Schema:
 
 
 def _resolve_names(schema: dict[str, Any], names: Collection[str], tester: _Tester) -> None:
-    """Declares the properties of patterns that match only listed names, and closes objects whose
-    patterns leave no other names."""
+    """Declares properties by name where a pattern matches only some of `names`, and forbids other
+    properties where the patterns leave no name for them."""
     by_pattern = dict(schema["patternProperties"])
     own = names_of(schema)
     for pattern, value in schema["patternProperties"].items():
@@ -93,7 +93,7 @@ def _resolve_names(schema: dict[str, Any], names: Collection[str], tester: _Test
 # Texts.
 
 
-def _with_spelled_texts(schema: dict[str, Any], tester: _Tester) -> dict[str, Any] | bool:
+def _without_unspellable_texts(schema: dict[str, Any], tester: _Tester) -> dict[str, Any] | bool:
     """Returns the schema without texts that have no spelling in this JSON; False if no value is
     left."""
     if not tester.spells_controls:
@@ -126,7 +126,7 @@ def _has_controls(value: Any) -> bool:
 
 
 class _Tester:
-    """Asks llguidance if a small schema has a value."""
+    """Tests with llguidance if small schemas have a value."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         kept = ("json_allowed_escapes", "lenient", "coerce_one_of")
@@ -184,5 +184,5 @@ def _has_value(schema: str, begun: str) -> bool:
 
 @cache
 def _byte_tokenizer() -> LLTokenizer:
-    """Returns a tokenizer whose tokens are single bytes, because it is free to make."""
+    """Returns a tokenizer whose tokens are single bytes; it costs nothing to build."""
     return LLTokenizer("byte")

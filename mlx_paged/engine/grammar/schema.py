@@ -269,7 +269,7 @@ def _final(schema: dict[str, Any], options: dict[str, Any], field: str) -> dict[
 
 def _without_dead_ends(schema: dict[str, Any], options: dict[str, Any]) -> Schema:
     names = {name: None for _, each in subschemas(schema) for name in names_of(each)}
-    found: Schema = mapped(schema, DeadEnds(options, list(names)).take_out)
+    found: Schema = mapped(schema, DeadEnds(options, list(names)).rewrite)
     return found
 
 
