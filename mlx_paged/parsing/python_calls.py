@@ -197,8 +197,9 @@ class PythonCalls:
             self._in_call = False
             bare = "".join(self._bare).strip()
             if self._state == self._in_bare and bare and not is_skipped:
-                bracket = "[" if self._in_list else ""
-                out.append(ContentText(f"{bracket}{self._name}({self._key}={bare}"))
+                # The bracket marks the beginning of a call, which `Lexer.without_call` drops if the
+                # answer was cut.
+                out.append(ContentText(f"[{self._name}({self._key}={bare}"))
         elif self._state == self._in_name and self._begins_name():
             self._raw = []
         elif (

@@ -412,7 +412,7 @@ def test_weights_for_pictures_and_sounds_apart_are_refused(
         return model
 
     monkeypatch.setattr(utils, "load_model", with_adapters)
-    with pytest.raises(UnsupportedModelError, match=r"other weights \(LoRA\) of its language"):
+    with pytest.raises(UnsupportedModelError, match=r"separate weights \(LoRA\) of its language"):
         load(path)
 
 
