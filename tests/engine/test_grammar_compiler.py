@@ -363,7 +363,7 @@ def test_what_takes_too_long_is_refused_and_not_waited_for() -> None:
     async def compile_async(wanted: StructuredOutputs) -> None:
         await compiler.compile_async(wanted)
 
-    most = compiler_module._MAX_AT_ONCE
+    most = compiler_module._MAX_COMPILING
     with mock.patch.object(GrammarCompiler, "_compile", slow):
         try:
             for i in range(most):
