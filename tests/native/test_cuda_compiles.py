@@ -15,6 +15,8 @@ from support.nvcc import NVCC, needs_nvcc, toolkit_headers
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "csrc/cuda/kernels").glob("*.cu"))
+# Kernels of metal/ for CUDA, and kernels of CUDA alone; the others for `make test-long`.
+QUICK = {"bounds", "linear_quantized_wgmma"}
 
 
 def sources_of(file: Path, variable: str) -> list[str]:
@@ -35,9 +37,14 @@ def run(command: list[str]) -> str:
     return "" if done.returncode == 0 else f"{' '.join(command)}\n{done.stderr}"
 
 
-@pytest.mark.one_in(7)
 @needs_nvcc
-@pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.stem)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(k, id=k.stem, marks=() if k.stem in QUICK else pytest.mark.long)
+        for k in KERNELS
+    ],
+)
 def test_the_kernels_compile(tmp_path, source: Path) -> None:
     ptx = tmp_path / f"{source.stem}.ptx"
     errors = run([

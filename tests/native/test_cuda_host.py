@@ -3,7 +3,7 @@ compiled by the C++ compiler (`cuda_host/fibers.h`). It needs the headers of CUD
 
 ``MLX_PAGED_TEST_PRODUCTS=all`` has every number of bits: by default one that divides a byte, one
 that does not, and whole bytes. Planted faults show that a comparison can fail. Each compiles a
-program of its own, so that one in the sums of ranks stands for all, which `make test-long` runs.
+program of its own, so that only `make test-long` runs them.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def test_ranks_add_up(tmp_path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.one_in(32)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [

@@ -430,6 +430,7 @@ def test_blocks_for_adapters_leave_room_for_the_others() -> None:
     assert launch["grid"] == (264, 1, 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("n", "num_blocks"), [(4096, 0), (3968, 8)])
 def test_a_product_of_32_clusters_does_the_work_of_the_blocks_in_front(
     n: int, num_blocks: int

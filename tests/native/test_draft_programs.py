@@ -49,10 +49,10 @@ def engine_of(config: dict[str, Any], speculation: dict[str, Any] | None = None)
 @pytest.mark.one_in(2)
 def test_any_numbers_of_drafts_share_few_programs(name: str) -> None:
     rng = np.random.default_rng(1)
-    prompts = [random_tokens(rng, count) for count in (5, 9, 21)]
+    prompts = [random_tokens(rng, count) for count in (5, 9)]
     params = [
         SamplingParams(temperature=0.9 * (i == 1), seed=i, max_tokens=14, ignore_eos=True)
-        for i in range(3)
+        for i in range(2)
     ]
     plain, llm = engine_of(CONFIGS[name]), engine_of(CONFIGS[name])
     with simulated():
@@ -73,7 +73,7 @@ def test_any_numbers_of_drafts_share_few_programs(name: str) -> None:
     assert found is not None and found.num_accepted_tokens > 10
     assert found.num_draft_tokens > found.num_accepted_tokens
     assert steps.refusals == Refusals()
-    assert len(sizes) > 5 and set(sizes) <= {1, 2, 4, 8, 16, 48}
+    assert len(sizes) > 5 and set(sizes) <= {1, 2, 4, 8, 16}
 
 
 def test_a_draft_models_rounds_are_programs_too() -> None:

@@ -36,7 +36,7 @@ def test_a_pair_that_is_served(rng, name, heads, rows) -> None:
         assert_close(batch.attend(scale=0.1), batch.expected(scale=0.1), 2e-5)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(15)
 @needs_simulator
 @pytest.mark.parametrize("rows", [1, 2, 7, 20])
 @pytest.mark.parametrize("name", FORMATS)

@@ -82,7 +82,7 @@ def steps_of_both(
 WORKS = [{"a": 7, "b": 1}, {"a": 1, "b": 1, "c": 9}, {"a": 1, "b": 1, "c": 1}]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_gives_what_its_graph_gives(rng, name: str) -> None:
     ours, graphs = driver_of(CONFIGS[name]), driver_of(CONFIGS[name])
@@ -121,7 +121,7 @@ def test_hidden_states_are_further_outputs(rng) -> None:
     assert len(steps.made) == 2
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "windows"])
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_steps_with_quantized_pools(rng, kv_format: str, name: str) -> None:
@@ -158,7 +158,7 @@ def family_driver(family: str) -> StepDriver:
     return driver_of({**family_configs.BASE, **fields, "model_type": family})
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_that_are_programs(rng, family: str) -> None:
     ours, graphs = family_driver(family), family_driver(family)
@@ -222,7 +222,7 @@ def kernels_of(
     return [launch["kernel"] for launch in described]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(("rows", "tiles"), [(1, 1), (8, 1), (16, 2), (17, 4), (60, 8)])
 def test_a_layer_is_few_kernels_with_cuda(rows: int, tiles: int, family: str) -> None:
@@ -248,7 +248,7 @@ MIXTURE: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(("rows", "tiles", "linear_tiles"), [(1, 1, 1), (9, 2, 2), (60, 8, 8)])
 def test_a_mixture_is_few_kernels_with_cuda(rows: int, tiles: int, linear_tiles: int) -> None:
     """Four, besides the norm and the router's product."""
@@ -267,6 +267,7 @@ def test_a_mixture_of_many_rows_has_the_kernels_of_few_with_cuda() -> None:
     assert kernels["expert_stream_bfloat16_8"] == 6 and kernels["library_product"]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_a_layer_of_quantized_pools_with_cuda(kv_format: str) -> None:
     """Heads are rotated, then quantized, and queries rotated as integer keys are."""
@@ -284,6 +285,7 @@ def test_a_layer_of_quantized_pools_with_cuda(kv_format: str) -> None:
     assert of_layers[: 2 * len(layer)] == layer * 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_products_of_many_rows_are_a_librarys_with_cuda(family: str) -> None:
     """Keys and values in one call, as gate and up."""
@@ -484,6 +486,7 @@ def test_other_shapes_and_dtypes_are_refused() -> None:
 # --- Steps with prompts ---------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["qwen3", "windows"])
 def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> None:
     """Prompts of other lengths, alone and beside decodes, in as many rows; and one that is not
@@ -506,6 +509,7 @@ def test_steps_with_prompts_are_padded_and_become_programs(rng, name: str) -> No
     assert steps.refusals == Refusals()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ["llama", "windows"])
 def test_steps_as_metal_runs_them(rng, name: str) -> None:
     """Decodes whose shape repeats, encoded anew in each step; nothing is captured."""

@@ -93,7 +93,7 @@ HEADS = {  # rows, query heads, KV heads, key dim, value dim, rotated dims, trad
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -221,7 +221,7 @@ def test_a_gate_that_is_half_of_a_product(rng, dtype) -> None:
 # --- Mixtures of experts
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(

@@ -350,6 +350,7 @@ def test_drafts_read_each_key_and_value_once(rng, rows, group) -> None:
     assert kv_bytes_over_fewest(batch, None) <= 1.05
 
 
+@pytest.mark.one_in(4)
 @needs_simulator
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(80, 80), (128, 128), (576, 512)])
 def test_other_head_dims_read_once_too(rng, key_dim, value_dim) -> None:

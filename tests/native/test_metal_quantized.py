@@ -50,7 +50,7 @@ DTYPES = {"decode": mx.bfloat16, "decode_matrix": mx.float32, "prefill": mx.bflo
 DIMS = {"decode": (192, 128), "decode_matrix": (128, 128), "prefill": (128, 128)}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", NAMES)
 def test_attention(rng, name, kind) -> None:

@@ -114,7 +114,7 @@ def test_the_operations_pass_under_sanitizers(which: str) -> None:
         *(str(HERE / f"test_{name}.py") for name in names),
         MLX_PAGED_SIMD=simd,
         MLX_PAGED_NUM_THREADS="2",
-        MLX_PAGED_TEST_SAMPLE="3",  # unless all cases are asked for, as by `make test-long`
+        MLX_PAGED_TEST_SAMPLE="8",  # unless all cases are asked for, as by `make test-long`
         **ONLY_HYPOTHESIS,
     )
     report = re.search(r"ERROR: AddressSanitizer.*|.*runtime error:.*", run.stderr + run.stdout)

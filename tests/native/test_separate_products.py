@@ -45,7 +45,7 @@ def forget_launches() -> None:
 # --- Results --------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(20)
+@pytest.mark.one_in(60)
 @pytest.mark.parametrize("tile", [128, 64, 32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
