@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_tmux
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_a_healthy_installation_shows(tmp_path: Path, width: int) -> None:
     with terminal(*PROGRAM, "doctor", environment=home(tmp_path), width=width, height=50) as pane:

@@ -59,9 +59,10 @@ def plant(monkeypatch, **faults: str) -> None:
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
 
 
-def generate(**options) -> list[tuple[int, ...]]:
+def generate(num_tokens: int = 8, **options) -> list[tuple[int, ...]]:
     llm = LLM(num_gpu_blocks_override=16, **options)
-    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -72,7 +73,7 @@ def expected() -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected_of_floats() -> list[tuple[int, ...]]:
-    return generate(dtype="float32", calibrate="off")
+    return generate(3, dtype="float32", calibrate="off")
 
 
 def ran_kernels() -> set[str]:
@@ -112,6 +113,7 @@ def test_a_faulty_kernel_is_named_and_replaced(monkeypatch, caplog, expected, fa
     assert said.startswith(f"calibration rejected the kernel {DECODE}: ") and words[fault] in said
 
 
+@pytest.mark.long  # tests/test_child_jobs.py has a job that hangs, test_calibrate.py its verdict
 @pytest.mark.usefixtures("only_computing")
 def test_a_kernel_that_hangs_is_ended_and_not_tried_again(monkeypatch, caplog, expected) -> None:
     plant(monkeypatch, **{PREFILL: "hang"})
@@ -148,7 +150,7 @@ def test_whole_steps_run_if_they_are_right_and_faster(
     plant(monkeypatch, **{MLX: "slow"})
     with simulated_with_faults():
         before = sim_ext.step_counts()["steps"]
-        assert generate(calibrate="force", dtype="float32") == expected_of_floats
+        assert generate(3, calibrate="force", dtype="float32") == expected_of_floats
         assert sim_ext.step_counts()["steps"] > before
         assert "product_rows_float32_m4" in ran_kernels()
     assert "whole steps: up to 16 rows" in caplog.text
@@ -163,7 +165,7 @@ def test_a_faulty_kernel_of_whole_steps_does_not_run(
 ) -> None:
     plant(monkeypatch, **{MLX: "slow", kernel: fault})
     with simulated_with_faults():
-        assert generate(dtype="float32") == expected_of_floats
+        assert generate(3, dtype="float32") == expected_of_floats
         assert kernel not in ran_kernels() and kernel in kernels.rejected
     assert f"calibration rejected the kernel {kernel}" in caplog.text
 

@@ -65,6 +65,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Oracle]:
     yield recorded(monkeypatch, 0.8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_drafts_are_those_of_the_reference(
     tmp_path: Path, oracle: Oracle, norm_before_residual: bool

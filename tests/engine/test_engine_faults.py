@@ -359,6 +359,7 @@ def test_a_token_mask_that_fails_ends_its_request_only(expected, overlap, bad_ma
     assert engine.stats().pool_copies == copies
 
 
+@pytest.mark.one_in(7)
 @OVERLAP
 @pytest.mark.parametrize("fault", ["exception", "lack of memory"])
 def test_logprobs_of_steps_that_were_run_in_parts(expected, overlap, fault) -> None:

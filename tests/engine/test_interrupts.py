@@ -97,7 +97,7 @@ def moments(num_lines: int, count: int, seed: int) -> list[int]:
 # --- LLM ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @OVERLAP
 @pytest.mark.parametrize("model", [hash_model, embedded_twin], ids=["hash", "embedded"])
 @pytest.mark.parametrize("streams", [False, True], ids=["generate", "stream"])
@@ -382,6 +382,7 @@ def test_a_call_from_within_a_step_is_refused_but_for_leaving() -> None:
 # --- AsyncEngine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @OVERLAP
 def test_an_interrupted_async_engine(overlap) -> None:
     async def ask(engine: AsyncEngine) -> list[RequestOutput]:

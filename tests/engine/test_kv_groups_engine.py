@@ -55,7 +55,7 @@ def check(llm: LLM, name: str) -> None:
 SOME = ["gemma3", "llama4", "qwen3_next", "recurrent_gemma"]  # of every kind of group
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(71)
 @pytest.mark.parametrize(
     ("name", "run"),
     [
@@ -72,6 +72,7 @@ def test_tokens_are_those_of_the_dense_path(name: str, run: str) -> None:
         assert llm.stats().num_preemptions > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", GROUPED)
 def test_the_second_turn_of_a_chat_is_not_computed_again(name: str) -> None:
     """Cached tokens, and the same answer as without them."""
@@ -119,6 +120,7 @@ def test_the_answers_of_one_request_share_its_prompt(name: str) -> None:
     assert llm.stats().counters.num_cached_tokens == 2 * 48
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_system_prompt_is_shared_once_two_have_had_it(name: str) -> None:
     rng = np.random.default_rng(4)
@@ -138,6 +140,7 @@ def test_a_system_prompt_is_shared_once_two_have_had_it(name: str) -> None:
     assert [o.num_cached_tokens for o in outputs][1:] == [40, 40]  # they waited for the first
 
 
+@pytest.mark.one_in(29)
 @pytest.mark.parametrize("fault", ["now and then", "too many rows"])
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3_next", "recurrent_gemma"])
 def test_a_step_that_failed_is_run_again(

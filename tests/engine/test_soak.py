@@ -130,6 +130,7 @@ def with_faults(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_nothing_is_lost_and_nothing_is_left_over(overlap) -> None:
     config = EngineConfig(

@@ -43,8 +43,8 @@ def tell(drafter: Any, outputs: Sequence[RequestOutput]) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
     """A tight pool preempts some, several share prefixes, and some must call a tool."""
-    prompts, params = requests_of(seed, 40)
-    for i in range(0, 40, 8):
+    prompts, params = requests_of(seed, 24)
+    for i in range(0, 24, 8):
         params[i] = replace(
             params[i], structured_outputs=TOOL_CALL, stop_token_ids=None, max_tokens=60
         )
@@ -62,7 +62,7 @@ def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
         stats = llm.stats()
         assert stats.spec_decoding is not None and stats.num_preemptions > 0
         rejected = stats.spec_decoding.num_draft_tokens - stats.spec_decoding.num_accepted_tokens
-        assert stats.spec_decoding.num_accepted_tokens > 300 and rejected > 30
+        assert stats.spec_decoding.num_accepted_tokens > 150 and rejected > 20
         check_at_rest(llm)
 
 

@@ -65,7 +65,7 @@ def test_importing_mlx_vlm_does_not_silence_child_processes() -> None:
     assert "mlx_vlm" in sys.modules and os.environ.get("TRANSFORMERS_VERBOSITY") is None
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_mixed_steps_with_pictures_give_what_mlx_vlm_generates(
     name: str, record_property: Any

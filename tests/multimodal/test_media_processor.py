@@ -174,7 +174,7 @@ def test_a_prompt_is_what_the_processor_makes_of_it_as_a_whole(
 NO_REFERENCE = {"gemma3n", "paligemma", "qwen3_omni_moe"}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - NO_REFERENCE))
 def test_a_text_alone_is_served_by_the_engine(
     name: str, loaded: Callable[[str], LoadedModel]
@@ -677,7 +677,7 @@ def test_an_item_that_comes_again_is_not_processed_again(
 # --- Chats ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("name", sorted(set(ALL_CHECKPOINTS) - {"paligemma"}))
 def test_a_chat_about_a_picture_is_answered(
     name: str, loaded: Callable[[str], LoadedModel]

@@ -163,7 +163,7 @@ HISTORIES = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_answers_of_the_server_sent_back(
     renderers: dict[str, Renderer], name: str, caplog: pytest.LogCaptureFixture

@@ -84,7 +84,7 @@ def test_golden_transcripts_at_every_split(family: Family, has_tokens: bool) -> 
             assert summary(other) == summary(answer), (golden, split)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(14)
 @in_both_ways
 def test_every_cut_of_a_transcript_is_reported(family: Family, has_tokens: bool) -> None:
     """max_tokens or an end within a call: nothing raises, and what was written is a beginning."""
@@ -183,7 +183,7 @@ def strings(value: Any) -> list[str]:
     return [s for item in value for s in strings(item)] if isinstance(value, list) else []
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @in_both_ways
 @settings(
     max_examples=15 * THOROUGH,
@@ -241,7 +241,7 @@ FORCED = (
 )
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(25)
 @in_both_ways
 @pytest.mark.parametrize("required", [True, False], ids=["required", "auto"])
 def test_forced_calls_are_valid(family: Family, has_tokens: bool, required: bool) -> None:

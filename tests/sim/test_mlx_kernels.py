@@ -292,6 +292,7 @@ def quantized(x: np.ndarray, bits: int, group: int) -> tuple[np.ndarray, np.ndar
 QUANTIZED = ("quantized_utils.h", "steel/gemm/gemm.h", "quantized.h")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_products(rng, bits) -> None:
     """One row (`qmv_fast`) and a ragged tile of rows (`qmm_t`) with quantized weights."""
@@ -439,6 +440,7 @@ HEADERS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", HEADERS)
 def test_other_headers_compile(name) -> None:
     headers, kernel = HEADERS[name]

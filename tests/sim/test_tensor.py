@@ -142,6 +142,7 @@ def test_mlx_assumes_a_layout(rng, tensor_layout) -> None:
     assert is_right == (tensor_layout == 0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("shape", "tile", "is_aligned"),
     [
