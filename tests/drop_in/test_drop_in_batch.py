@@ -58,14 +58,16 @@ def prompts(n: int = 6, system: str | None = SYSTEM) -> list[list[int]]:
 # --- The same answers -----------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"prefill_step_size": 50},
+        pytest.param({"prefill_step_size": 50}, marks=pytest.mark.long),
         {"completion_batch_size": 3, "prefill_batch_size": 2},
-        {"prefill_step_size": 7, "prefill_batch_size": 1, "completion_batch_size": 1},
+        pytest.param(
+            {"prefill_step_size": 7, "prefill_batch_size": 1, "completion_batch_size": 1},
+            marks=pytest.mark.long,
+        ),
     ],
     ids=str,
 )

@@ -90,7 +90,7 @@ def model(models: dict[str, nn.Module], module: str) -> nn.Module:
     return models[module]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("module", RECURRENT)
 def test_answers_of_a_batch_are_those_of_single_runs(module, model, recwarn) -> None:
     with standing_in(module):
@@ -276,7 +276,7 @@ def test_caches_have_the_content_of_mlx_lms(module, model, tmp_path) -> None:
     integrity(model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(8)
 @kinds
 def test_a_cache_goes_from_turn_to_turn_and_its_copies_part_ways(module, model) -> None:
     caches, text, forks = mlx_lm_cache.make_prompt_cache(model), [], []
@@ -400,7 +400,7 @@ def test_quantized_keys_lie_beside_states(quantizable) -> None:
 # --- Batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @kinds
 def test_sequences_come_and_go_and_their_caches_too(module, model) -> None:
     expected = [plain_tokens(model, prompt, max_tokens=12) for prompt in PROMPTS[2:7]]
@@ -477,7 +477,7 @@ def test_the_server_finds_prompts_again(module, model) -> None:
 # --- Everything -----------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("module", ["jamba", "mamba"])
 def test_random_lives(module, model, seed) -> None:

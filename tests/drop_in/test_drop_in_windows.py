@@ -112,7 +112,7 @@ def is_bounded(model: nn.Module, num_sequences: int = 1) -> bool:
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @kinds
 def test_a_long_generation_holds_the_blocks_of_its_window(kind, model) -> None:
     caches = new_cache(model)
@@ -174,6 +174,7 @@ def test_a_batch_holds_the_blocks_of_its_windows(kind, model) -> None:
     assert list(answers.values()) == expected
 
 
+@pytest.mark.one_in(4)
 @plain_kinds
 def test_a_store_that_may_not_grow_uses_the_blocks_of_a_window_again(kind, model) -> None:
     store = drop_in.store(model)
@@ -212,7 +213,7 @@ def test_blocks_of_a_window_move_when_the_store_shrinks(kind, model) -> None:
 # --- Prefixes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @kinds
 def test_what_slid_out_of_a_window_is_found_by_others(kind, model) -> None:
     """Another text that leaves the first one in the middle of what one step computed, or before."""
@@ -231,7 +232,8 @@ def test_what_slid_out_of_a_window_is_found_by_others(kind, model) -> None:
     integrity(model)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "only windows", "recurrent_gemma"])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("kind", ["recurrent_gemma", "mixed", "only windows"])
 def test_where_a_window_is_lost_the_prompt_is_computed(kind, model) -> None:
     tokens_of(model, TEXT[:500])
     [store] = stores_of(model)
@@ -261,7 +263,7 @@ def test_a_prompt_continues_where_both_state_and_window_are(kind, model) -> None
     integrity(model)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @kinds
 def test_turns_of_a_chat(kind, model) -> None:
     text = list(TEXT[:200])
@@ -307,6 +309,7 @@ def test_trimming_is_as_in_mlx_lm(kind, model) -> None:
     integrity(model)
 
 
+@pytest.mark.one_in(5)
 @kinds
 def test_an_empty_prompt_is_answered_after_the_window_has_slid(kind, model) -> None:
     caches = new_cache(model)
@@ -328,7 +331,7 @@ def test_an_empty_prompt_is_answered_after_the_window_has_slid(kind, model) -> N
     integrity(model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(7)
 @plain_kinds
 @pytest.mark.parametrize("num_draft_tokens", [3, 40])
 def test_drafts_are_taken_back_after_the_window_has_slid(
@@ -411,7 +414,7 @@ def test_layers_by_themselves(kind, model) -> None:
 SEEDS = range(int(os.environ.get("MLX_PAGED_WINDOW_SEEDS", "3")))
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(5)
 @plain_kinds
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_lives(kind, model, seed) -> None:
