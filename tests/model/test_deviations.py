@@ -17,6 +17,7 @@ from mlx_paged.model.deviations import DEVIATIONS, MLX_LM, TRANSFORMERS, Deviati
 from mlx_paged.model.families import PROVEN
 
 
+@pytest.mark.one_in(17)
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.parametrize("deviation", DEVIATIONS, ids=lambda deviation: deviation.shown_by)
 def test_it_still_deviates(

@@ -1,4 +1,4 @@
-"""Sixty prompts of mixed lengths: the engine's tokens are the dense path's, however it runs.
+"""Forty prompts of mixed lengths: the engine's tokens are the dense path's, however it runs.
 
 Half of the answers are greedy, half are seeded, side by side; the batch, the chunks, the cache and
 the pool's size change.
@@ -18,7 +18,7 @@ from mlx_paged import LLM, SamplingParams, ops
 from mlx_paged.demo.prompts import CHATS, REQUESTS, SYSTEM_PROMPT
 
 # The kinds of prompts repeat after 60.
-NUM_PROMPTS = int(os.environ.get("MLX_PAGED_PARITY_PROMPTS", "60"))
+NUM_PROMPTS = int(os.environ.get("MLX_PAGED_PARITY_PROMPTS", "40"))
 NUM_TOKENS = 6
 
 

@@ -181,7 +181,14 @@ def _widened(weight: mx.array) -> mx.array:
 
 # Without experts: MLX's CPU backend multiplies those in float32 only.
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "stablelm", "gemma3_text", "nemotron_h", "lfm2", "rwkv7"]
+    "family",
+    [
+        "deepseek_v3",
+        "stablelm",
+        "gemma3_text",
+        "lfm2",
+        *(pytest.param(family, marks=pytest.mark.long) for family in ("nemotron_h", "rwkv7")),
+    ],
 )
 def test_half_precision_is_as_near_the_truth_as_mlx_lm(family: str) -> None:
     config = config_of(family)
