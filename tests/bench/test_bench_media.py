@@ -103,6 +103,7 @@ def test_pictures_are_all_different(tmp_path: Path) -> None:
     assert len({file.read_bytes() for file in files}) == 8
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", Shape)
 def test_shapes_are_models_with_processors(shape: Shape, tmp_path: Path, monkeypatch: Any) -> None:
     """Narrow ones, as the published widths take seconds to make."""

@@ -72,6 +72,7 @@ def test_structured_output(tmp_path) -> None:
     assert choice in ("yes", "no")
 
 
+@pytest.mark.long
 def test_structured_output_of_a_real_model(tmp_path) -> None:
     try:
         model = real_model_path()
@@ -127,6 +128,7 @@ def test_drop_in(tmp_path) -> None:
     assert int(cached) == 3 * 820 and int(cached) < int(prompt)
 
 
+@pytest.mark.long
 def test_lora(tmp_path) -> None:
     lines = run_here("lora.py", folder=tmp_path).splitlines()
     before, after = (

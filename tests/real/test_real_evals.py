@@ -57,6 +57,7 @@ def test_completions_of_functions_are_python(service: LocalService) -> None:
     assert metrics(service, "humaneval-sample", 10)["parses"] >= 0.7
 
 
+@pytest.mark.long
 def test_forced_calls_are_valid(service: LocalService) -> None:
     found = metrics(service, "tool-calls:simple_python", 3)
     assert found["called,required"] == 1
@@ -64,6 +65,7 @@ def test_forced_calls_are_valid(service: LocalService) -> None:
     assert 0 <= found["called,auto"] <= 1
 
 
+@pytest.mark.long
 def test_scores_are_those_of_mlx_lms_dense_model(
     service: LocalService, dense: Any, loaded: LoadedModel
 ) -> None:

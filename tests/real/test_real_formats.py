@@ -73,6 +73,7 @@ def test_int8_activations(loaded: LoadedModel, exact: Callable) -> None:
     assert change < INT8_ACTIVATIONS[1]
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize(
     "options",
     [{"kv_cache_dtype": name} for name in LIMITS]

@@ -38,12 +38,13 @@ def test_it_answers(answers: list[RequestOutput]) -> None:
 
 def test_every_token_is_mlx_lms(answers: list[RequestOutput], dense: Any) -> None:
     # Greedy answers are equal if each token is the likeliest after mlx-lm has read those before.
-    for answer in answers[1::2]:
+    for answer in answers[1::4]:
         prompt, tokens = answer.prompt_token_ids, list(answer.outputs[0].token_ids)
         logits = dense_logits(dense, [*prompt, *tokens[:-1]], len(prompt) - 1)
         assert tokens == logits.argmax(axis=-1).tolist(), answer.outputs[0].text
 
 
+@pytest.mark.long
 def test_mlx_lms_own_loop_gives_the_same_answer(
     answers: list[RequestOutput], dense: Any, llm: LLM
 ) -> None:
@@ -58,6 +59,7 @@ def test_mlx_lms_own_loop_gives_the_same_answer(
     assert list(answers[0].outputs[0].token_ids) == found
 
 
+@pytest.mark.long
 def test_a_chat_alone_has_the_tokens_that_it_has_in_a_batch(
     answers: list[RequestOutput], llm: LLM
 ) -> None:
@@ -66,6 +68,7 @@ def test_a_chat_alone_has_the_tokens_that_it_has_in_a_batch(
         assert tokens_of(llm.chat([conversation], GREEDY)) == [expected]
 
 
+@pytest.mark.long
 def test_seeded_answers_do_not_depend_on_the_batch(llm: LLM) -> None:
     params = [SamplingParams(temperature=0.9, seed=seed, max_tokens=16) for seed in range(4)]
     together = tokens_of(llm.chat(CONVERSATIONS[4:], params))
@@ -74,6 +77,7 @@ def test_seeded_answers_do_not_depend_on_the_batch(llm: LLM) -> None:
     assert len({tuple(tokens) for tokens in together}) == 4
 
 
+@pytest.mark.long
 def test_cached_prefixes_change_no_token(answers: list[RequestOutput], llm: LLM) -> None:
     llm.engine.reset_prefix_cache()
     llm.chat([CONVERSATIONS[0]], GREEDY)
@@ -101,6 +105,7 @@ def test_a_second_turn_reads_the_first_from_the_cache(llm: LLM, dense: Any) -> N
     assert tokens == logits.argmax(axis=-1).tolist()
 
 
+@pytest.mark.long
 def test_log_probabilities_are_mlx_lms(llm: LLM, dense: Any) -> None:
     for text in texts(llm.tokenizer):
         tokens = text[:NUM_TOKENS]

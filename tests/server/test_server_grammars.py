@@ -62,6 +62,7 @@ SCHEMA = "response_format.json_schema.schema"
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("path", "fields", "param", "says"),
     [
@@ -146,6 +147,7 @@ def test_what_fails_within_an_answer_is_not_tried_again(server: RunningServer) -
         assert client.post(CHATS, json={"messages": ASK, "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "limits",
     [
