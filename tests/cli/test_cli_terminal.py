@@ -60,15 +60,20 @@ def test_control_c_stops_the_answer_and_not_the_program(chat) -> None:
     chat.wait_for("status=0")
 
 
-def test_a_message_of_several_lines(chat, tmp_path) -> None:
-    chat.type("Return the sum")
-    chat.press("M-Enter")
-    chat.type("of squares\\")
-    chat.press("Enter")
-    chat.say("in a list")
-    chat.wait_for("def sum_of_squares")
-    chat.say(f"/save {tmp_path}/chat.json")
-    chat.wait_for("saved 1 turn")
+def test_a_message_of_several_lines(tmp_path) -> None:
+    with (
+        StubServer("An answer.") as server,
+        terminal(*PROGRAM, "chat", "--server", server.url, environment=home(tmp_path)) as pane,
+    ):
+        pane.wait_for("Ctrl-D ends.")
+        pane.type("Return the sum")
+        pane.press("M-Enter")
+        pane.type("of squares\\")
+        pane.press("Enter")
+        pane.say("in a list")
+        pane.wait_for("An answer.")
+        pane.say(f"/save {tmp_path}/chat.json")
+        pane.wait_for("saved 1 turn")
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert saved["messages"][0]["content"] == "Return the sum\nof squares\nin a list"
 
@@ -97,13 +102,19 @@ def test_a_saved_chat_goes_on_in_another_one(chat, tmp_path) -> None:
 
 
 def test_what_was_typed_before_comes_back(tmp_path) -> None:
-    with terminal(*PROGRAM, "chat", environment=home(tmp_path)) as pane:
+    with (
+        StubServer("unasked") as server,
+        terminal(*PROGRAM, "chat", "--server", server.url, environment=home(tmp_path)) as pane,
+    ):
         pane.wait_for("Ctrl-D ends.")
         pane.say("/system something remembered")
         pane.wait_for("system message: something remembered")
         pane.press("C-d")
         pane.wait_for("status=0")
-    with terminal(*PROGRAM, "chat", environment=home(tmp_path)) as pane:
+    with (
+        StubServer("unasked") as server,
+        terminal(*PROGRAM, "chat", "--server", server.url, environment=home(tmp_path)) as pane,
+    ):
         pane.wait_for("Ctrl-D ends.")
         pane.press("Up")
         pane.wait_for("> /system something remembered")
