@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 from support.page_helpers import Visitor, answered, fake, in_browser, saved, send
 
-NUM_MESSAGES = 400
+NUM_MESSAGES = 280
 # Reads of what lays out the page, and transactions that write.
 COUNTERS = """
 window.layouts = 0;
@@ -113,11 +113,12 @@ def test_a_long_chat_is_laid_out_a_few_times_for_an_answer(page: Page) -> None:
 @in_browser
 def test_an_answer_changes_only_its_own_messages(page: Page) -> None:
     """Start, stop and end of an answer touch no message above, and measure no text twice."""
-    import_chats(page, exported(1, NUM_MESSAGES))
+    num_messages = 100
+    import_chats(page, exported(1, num_messages))
     page.get_by_role("button", name="Question 0 of chat 0", exact=True).click()
-    expect(page.locator(".message")).to_have_count(NUM_MESSAGES)
+    expect(page.locator(".message")).to_have_count(num_messages)
     page.keyboard.press("Control+f")  # so that all have buttons
-    expect(page.locator(".message.filled")).to_have_count(NUM_MESSAGES)
+    expect(page.locator(".message.filled")).to_have_count(num_messages)
     edits = page.get_by_role("button", name="Edit", exact=True)
     expect(edits).not_to_have_count(0)
     page.evaluate(
@@ -146,13 +147,13 @@ def test_an_answer_changes_only_its_own_messages(page: Page) -> None:
     expect(page.locator(".message").last).to_contain_text("Here it is")
     expect(edits).to_have_count(0)  # while it comes
     fake(page, "answer.end()")
-    answered(page, NUM_MESSAGES // 2 + 1)
+    answered(page, num_messages // 2 + 1)
     expect(edits).not_to_have_count(0)
     send(page, "And more")
     fake(page, "answer.say('Here')")
     expect(page.locator(".message").last).to_contain_text("Here")
     page.click("#stop")
-    answered(page, NUM_MESSAGES // 2 + 2)
+    answered(page, num_messages // 2 + 2)
     # Four new ones, and those that were the last before them.
     assert page.evaluate("() => window.changed.size") <= 8
     assert page.evaluate("() => window.blobs") < 20
@@ -361,8 +362,7 @@ def test_many_chats_are_imported_in_few_transactions(page: Page) -> None:
 
 
 @in_browser
-@pytest.mark.parametrize("piece", ["\\(", "$a\\$", "$$a ", "\\[\n", "\\[ a\n", "$x"])
-def test_math_that_does_not_end_is_read_once(page: Page, piece: str) -> None:
+def test_math_that_does_not_end_is_read_once(page: Page) -> None:
     """The characters that searches for closing marks look at grow with the text, not its square."""
     scanned = """async ([piece, count]) => {
       const { Markdown } = await import("./web/markdown.js");
@@ -380,32 +380,27 @@ def test_math_that_does_not_end_is_read_once(page: Page, piece: str) -> None:
       }
       return scanned;
     }"""
-    few, many = (page.evaluate(scanned, [piece, count]) for count in (400, 3200))
-    assert many < 16 * max(few, 400 * len(piece))  # 8 times the text
+    for piece in ("\\(", "$a\\$", "$$a ", "\\[\n", "\\[ a\n", "$x"):
+        few, many = (page.evaluate(scanned, [piece, count]) for count in (400, 3200))
+        assert many < 16 * max(few, 400 * len(piece)), piece  # 8 times the text
 
 
 @in_browser
-@pytest.mark.parametrize(
-    ("text", "is_code"),
-    [
+def test_prose_is_not_taken_for_python(page: Page) -> None:
+    drawn = """async (text) => {
+      const { Markdown } = await import("./web/markdown.js");
+      const box = document.createElement("div");
+      new Markdown(box).update(text, true);
+      return box.innerHTML;
+    }"""
+    for text, is_code in (
         ("@John, here is the **summary**:\n\n- one", False),
         ("from Monday on import **duties** are higher.", False),
         ("import duties are higher", False),
         ("@cache\ndef f(x):\n    return x", True),
         ("from math import pi as p, e\nprint(p)", True),
-    ],
-)
-def test_prose_is_not_taken_for_python(page: Page, text: str, is_code: bool) -> None:
-    html = page.evaluate(
-        """async (text) => {
-          const { Markdown } = await import("./web/markdown.js");
-          const box = document.createElement("div");
-          new Markdown(box).update(text, true);
-          return box.innerHTML;
-        }""",
-        text,
-    )
-    assert ("<pre" in html) == is_code
+    ):
+        assert ("<pre" in page.evaluate(drawn, text)) == is_code, text
 
 
 @in_browser
