@@ -11,10 +11,10 @@ from playwright.sync_api import Locator, Page, expect
 
 from support.page_helpers import shoot
 
-#: Sizes in pixels: a phone, a laptop, and a large screen. A laptop shows the same layout as a large
-#: screen, where lines and boxes are more likely to be too wide.
+#: Sizes in pixels: a phone, a laptop, and a large screen, where lines and boxes are most likely to
+#: be too wide. `test_a_phone` shows all states at a phone's width in the default run, too.
 AT_ALL_WIDTHS = pytest.mark.parametrize(
-    "width", [390, pytest.param(1280, marks=pytest.mark.long), 2560]
+    "width", [*(pytest.param(width, marks=pytest.mark.long) for width in (390, 1280)), 2560]
 )
 LONGEST_LINE = 110  # characters
 COLOR_RULES = ("color-contrast", "link-in-text-block")  # of axe, with the tag cat.color
