@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.page_helpers import FOREIGN_HOST, Browser, Visitor, chromium, visiting
+from support.page_helpers import FOREIGN_HOST, Browser, Page, Visitor, chromium, new_chat, visiting
 from support.server_helpers import RunningServer, running
 
 from mlx_paged.server import endpoints
@@ -29,6 +29,19 @@ def page_server() -> Iterator[RunningServer]:
     config = ServerConfig(served_model_names=("demo",), allowed_hosts=(FOREIGN_HOST,))
     with running(config, max_model_len=2048) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, page_server: RunningServer) -> Iterator[Page]:
+    """A page with `FAKE_ANSWERS`, opened once: that takes more time than most tests of a page."""
+    with visiting(browser, page_server) as visitor:
+        yield visitor.open(fakes=True)
+
+
+@pytest.fixture
+def chat(tab: Page) -> Page:
+    """That page with an empty chat, for tests that do not care about other chats."""
+    return new_chat(tab)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import FrameLocator, Locator, Page, expect
-from support.page_helpers import Visitor, answered, fake, in_browser, send
+from playwright.sync_api import Browser, FrameLocator, Locator, Page, expect
+from support.page_helpers import Visitor, answered, fake, in_browser, new_chat, send, visiting
+from support.server_helpers import RunningServer
 
 HOSTILE = """<!doctype html>
 <html><head><style>h1 { color: rgb(1, 2, 3) }</style>
@@ -31,11 +32,22 @@ HOSTILE = """<!doctype html>
 DIAGRAM = "graph TD\n  A[Rain] --> B[Umbrella]\n"
 
 
-@pytest.fixture
-def page(visitor: Visitor) -> Page:
-    # The policy of the frame refuses what the sanitizer lets pass.
-    visitor.expected += ["Content Security Policy", "Content-Security-Policy"]
+@pytest.fixture(scope="module")
+def visitor(browser: Browser, page_server: RunningServer) -> Iterator[Visitor]:
+    with visiting(browser, page_server) as visitor:
+        # The policy of the frame refuses what the sanitizer lets pass.
+        visitor.expected += ["Content Security Policy", "Content-Security-Policy"]
+        yield visitor
+
+
+@pytest.fixture(scope="module")
+def tab(visitor: Visitor) -> Page:
     return visitor.open(fakes=True)
+
+
+@pytest.fixture
+def page(chat: Page) -> Page:
+    return chat
 
 
 def show(page: Page, language: str, code: str) -> Locator:
@@ -195,7 +207,8 @@ def test_the_frame_has_a_policy_of_its_own(page_server: Any) -> None:
 
 
 @in_browser
-def test_a_diagram_is_drawn_once_it_is_seen(page: Page, visitor: Visitor) -> None:
+def test_a_diagram_is_drawn_once_it_is_seen(visitor: Visitor) -> None:
+    page = new_chat(visitor.open(fakes=True))  # which has drawn none yet
     urls = requested(visitor)
     show(page, "python", "print()")
     assert not [url for url in urls if url.endswith("mermaid.js")]

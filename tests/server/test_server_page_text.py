@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
-from support.page_helpers import Visitor, answered, fake, in_browser, send
+from playwright.sync_api import Browser, Page, expect
+from support.page_helpers import Visitor, answered, fake, in_browser, new_chat, send, visiting
+from support.server_helpers import RunningServer
 
 SAMPLE = (Path(__file__).parents[1] / "support/page_sample.md").read_text()
 
 
-@pytest.fixture
-def page(visitor: Visitor) -> Page:
+@pytest.fixture(scope="module")
+def visitor(browser: Browser, page_server: RunningServer) -> Iterator[Visitor]:
+    with visiting(browser, page_server) as visitor:
+        yield visitor
+
+
+@pytest.fixture(scope="module")
+def tab(visitor: Visitor) -> Page:
     return visitor.open(fakes=True)
+
+
+@pytest.fixture
+def page(chat: Page) -> Page:
+    return chat
 
 
 def say(page: Page, text: str) -> None:
@@ -143,6 +156,7 @@ def test_hostile_answers_stay_text(page, visitor) -> None:
     expect(page.locator(".hostile")).to_have_count(len(HOSTILE))
     assert not page.evaluate(WRONG, ".hostile")
     assert page.evaluate("window.hit") is None
+    page.locator(".hostile").evaluate_all("(all) => all.forEach((box) => box.remove())")
 
 
 @in_browser
@@ -246,7 +260,8 @@ def test_finished_blocks_are_not_touched(page) -> None:
 
 
 @in_browser
-def test_an_answer_is_announced_once(page) -> None:
+def test_an_answer_is_announced_once(visitor) -> None:
+    page = new_chat(visitor.open(fakes=True))  # which has announced nothing yet
     page.evaluate(
         """() => {
           window.said = [];

@@ -179,6 +179,15 @@ def visiting(browser: Browser, server: RunningServer, **options: Any) -> Iterato
     visitor.close()
 
 
+def new_chat(tab: Page) -> Page:
+    """Opens an empty chat in a tab with `FAKE_ANSWERS` that tests share, and ends open answers."""
+    tab.evaluate("() => { for (const a of window.answers) if (!a.over) a.end(); }")
+    expect(tab.locator(".assistant.busy")).to_have_count(0)
+    tab.click("#new-chat")
+    expect(tab.locator("#messages .message")).to_have_count(0)
+    return tab
+
+
 def shoot(page: Page, name: str) -> None:
     if SCREENSHOTS:
         page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
