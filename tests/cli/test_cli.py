@@ -294,9 +294,9 @@ def test_completion_is_offered_for_every_shell(shell, line) -> None:
     ("words", "expected"),
     [
         ("mlx-paged ge", {"generate"}),
-        ("mlx-paged bench se", {"serve"}),
+        pytest.param("mlx-paged bench se", {"serve"}, marks=pytest.mark.long),
         ("mlx-paged chat --serv", {"--server"}),
-        ("mlx-paged chat --deb", {"--debug"}),
+        pytest.param("mlx-paged chat --deb", {"--debug"}, marks=pytest.mark.long),
     ],
 )
 def test_a_shell_is_told_what_fits(words, expected) -> None:
