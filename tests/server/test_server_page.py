@@ -327,14 +327,14 @@ def test_a_reload_in_mid_answer_keeps_what_came(page, visitor, page_server, monk
 
 
 @in_browser
-def test_a_question_is_saved_before_it_is_sent(visitor) -> None:
-    page = visitor.open(fakes=True)
-    send(page, PROMPT)
-    saved(page, PROMPT)
-    fake(page, "answer.body")  # nothing comes
-    page.reload()
-    expect(page.locator(".user .text")).to_have_text(PROMPT)
-    expect(page.locator(".assistant .note")).to_contain_text("Interrupted")
+def test_a_question_is_saved_before_it_is_sent(chat) -> None:
+    question = "Is this saved?"  # asked by no other test
+    send(chat, question)
+    saved(chat, question)
+    fake(chat, "answer.body")  # nothing comes
+    chat.reload()
+    expect(chat.locator(".user .text")).to_have_text(question)
+    expect(chat.locator(".assistant .note")).to_contain_text("Interrupted")
 
 
 @in_browser
@@ -437,50 +437,47 @@ def test_offline_says_what_to_do(page, visitor) -> None:
 
 
 @in_browser
-def test_a_connection_that_breaks_keeps_what_came(visitor) -> None:
-    page = visitor.open(fakes=True)
-    send(page, "Tell me")
-    fake(page, "answer.say('Half an answer, ')")
-    expect(page.locator(".assistant .text")).to_contain_text("Half")
-    fake(page, "answer.lose()")
-    expect(page.locator(".assistant .note")).to_contain_text("the connection was lost")
-    page.get_by_role("button", name="Continue").click()
-    messages = fake(page, "answer.body.messages")
+def test_a_connection_that_breaks_keeps_what_came(chat) -> None:
+    send(chat, "Tell me")
+    fake(chat, "answer.say('Half an answer, ')")
+    expect(chat.locator(".assistant .text")).to_contain_text("Half")
+    fake(chat, "answer.lose()")
+    expect(chat.locator(".assistant .note")).to_contain_text("the connection was lost")
+    chat.get_by_role("button", name="Continue").click()
+    messages = fake(chat, "answer.body.messages")
     assert messages[-1] == {"role": "assistant", "content": "Half an answer,"}
-    fake(page, "(answer.say(' and the rest.'), answer.end())")
-    expect(page.locator(".assistant .text")).to_have_text("Half an answer, and the rest.")
-    send(page, "Thanks")
-    assert len(fake(page, "answer.body.messages")) == 3
-    fake(page, "(answer.say('You are'), answer.fail('the engine has failed'))")
-    expect(page.locator(".assistant .note").last).to_contain_text("the engine has failed")
-    page.locator("#input").fill("Are you there?")
-    page.keyboard.press("Enter")
-    assert [m["content"] for m in fake(page, "answer.body.messages")][::2] == [
+    fake(chat, "(answer.say(' and the rest.'), answer.end())")
+    expect(chat.locator(".assistant .text")).to_have_text("Half an answer, and the rest.")
+    send(chat, "Thanks")
+    assert len(fake(chat, "answer.body.messages")) == 3
+    fake(chat, "(answer.say('You are'), answer.fail('the engine has failed'))")
+    expect(chat.locator(".assistant .note").last).to_contain_text("the engine has failed")
+    chat.locator("#input").fill("Are you there?")
+    chat.keyboard.press("Enter")
+    assert [m["content"] for m in fake(chat, "answer.body.messages")][::2] == [
         "Tell me", "Are you there?",
     ]  # fmt: skip
 
 
 @in_browser
-def test_a_continuation_that_is_refused_changes_nothing(visitor) -> None:
-    page = visitor.open(fakes=True)
-    send(page, "Tell me")
-    fake(page, "(answer.say('Half an answer,'), answer.end('length'))")
-    page.get_by_role("button", name="Continue").click()
-    fake(page, "answer.fail('the queue is full')")
-    expect(page.locator(".assistant .note")).to_contain_text("the queue is full")
-    expect(page.locator(".assistant .text")).to_have_text("Half an answer,")
-    expect(page.get_by_role("button", name="Continue")).to_be_visible()
-    send(page, "Go on")
-    assert fake(page, "answer.body.messages")[1]["content"] == "Half an answer,"
+def test_a_continuation_that_is_refused_changes_nothing(chat) -> None:
+    send(chat, "Tell me")
+    fake(chat, "(answer.say('Half an answer,'), answer.end('length'))")
+    chat.get_by_role("button", name="Continue").click()
+    fake(chat, "answer.fail('the queue is full')")
+    expect(chat.locator(".assistant .note")).to_contain_text("the queue is full")
+    expect(chat.locator(".assistant .text")).to_have_text("Half an answer,")
+    expect(chat.get_by_role("button", name="Continue")).to_be_visible()
+    send(chat, "Go on")
+    assert fake(chat, "answer.body.messages")[1]["content"] == "Half an answer,"
 
 
 @in_browser
-def test_an_answer_in_one_piece_has_a_sober_speed(visitor) -> None:
-    page = visitor.open(fakes=True)
-    send(page, PROMPT)
-    fake(page, "(answer.say('x = 1'), answer.end())")
-    answered(page)
-    stats = page.locator(".assistant .stats").inner_text()
+def test_an_answer_in_one_piece_has_a_sober_speed(chat) -> None:
+    send(chat, PROMPT)
+    fake(chat, "(answer.say('x = 1'), answer.end())")
+    answered(chat)
+    stats = chat.locator(".assistant .stats").inner_text()
     speed, ttft = re.match(r"([\d.]+) tokens/s · TTFT (\d+) ms", stats).groups()
     # 100 tokens, all within the time to the first one.
     assert float(speed) * (float(ttft) - 1) / 1000 <= 101, stats

@@ -88,11 +88,11 @@ def many_chats(count: int, length: int) -> dict[str, Any]:
 
 
 @in_browser
-def test_a_search_of_500_chats_marks_hits_and_does_not_block(visitor, tmp_path: Path) -> None:
+def test_a_search_of_many_chats_marks_hits_and_does_not_block(visitor, tmp_path: Path) -> None:
     page = visitor.open(fakes=True)
-    (tmp_path / "many.json").write_text(json.dumps(many_chats(500, 14)))
+    (tmp_path / "many.json").write_text(json.dumps(many_chats(300, 14)))
     page.locator("#import-file").set_input_files(tmp_path / "many.json")
-    expect(page.locator("#import-state")).to_contain_text("Imported 500 chats")
+    expect(page.locator("#import-state")).to_contain_text("Imported 300 chats")
     # Slices are counted, not timed: the machine may be busy with other things.
     page.evaluate("""() => {
       window.slices = 0;
@@ -104,11 +104,11 @@ def test_a_search_of_500_chats_marks_hits_and_does_not_block(visitor, tmp_path: 
     }""")
     page.locator("#search").press_sequentially("ZEBRA (i+1)")
     titles = page.locator("#chats .title")
-    expect(titles).to_have_text([f"Chat {i}" for i in (407, 307, 207, 107, 7)])
+    expect(titles).to_have_text([f"Chat {i}" for i in (207, 107, 7)])
     assert page.evaluate("window.slices") > 1
     expect(page.locator("#chats .snippet mark").first).to_have_text("zebra")
     titles.nth(1).click()
-    expect(page.locator("#message-c307-11 strong")).to_be_in_viewport()
+    expect(page.locator("#message-c107-11 strong")).to_be_in_viewport()
     page.wait_for_function(
         """() => [...CSS.highlights.get("search") ?? []].map(String).join() === "zebra,(i+1)" """
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
-from support.page_helpers import Visitor, answered, fake, in_browser, send, visiting
+from support.page_helpers import answered, fake, in_browser, send, visiting
 
 SCHEMA = {
     "type": "object",
@@ -18,8 +18,8 @@ SCHEMA = {
 
 
 @pytest.fixture
-def page(visitor: Visitor) -> Page:
-    return visitor.open(fakes=True)
+def page(chat: Page) -> Page:
+    return chat
 
 
 def call(page: Page, *calls: tuple[str, str]) -> None:
