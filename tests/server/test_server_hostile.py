@@ -219,9 +219,11 @@ def brief_server() -> Iterator[RunningServer]:
 
 # (Bodies of /render are those of other paths.)
 DOCUMENTED = [p for p in PATHS if not POOLING.search(p) and not p.endswith("/render")]
+# A path with a small schema first: hundreds of bodies are made of others.
+DOCUMENTED.sort(key=lambda path: path != "/tokenize")
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(23)
 @pytest.mark.parametrize("path", [*DOCUMENTED, "/score"])
 def test_the_document_is_kept(brief_server, path) -> None:
     check_path(brief_server.url, path, max_examples=NUM_EXAMPLES)

@@ -688,7 +688,7 @@ def test_a_reranker_scores_pairs() -> None:
                 assert error["code"] == "wrong_runner" and "/rerank" in error["message"]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("path", [p for p in PATHS if re.search("embed|pool|score|rerank", p)])
 def test_the_document_is_kept(server, path) -> None:
     check_path(server.url, path, max_examples=3)

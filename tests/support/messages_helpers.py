@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
-import anthropic.types
 import httpx
 from pydantic import TypeAdapter
 
 from mlx_paged.server.messages import answers
+from support.lazy_module import LazyModule
 from support.server_helpers import validate
 
-_EVENT: TypeAdapter[Any] = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+anthropic: Any = LazyModule("anthropic")
 ANSWERS = "/v1/messages"
+
+
+@cache
+def _event() -> TypeAdapter[Any]:
+    return TypeAdapter(anthropic.types.RawMessageStreamEvent)
 
 
 def blocks_of(text: str) -> list[dict[str, Any]]:
@@ -36,7 +42,7 @@ def message_events(text: str) -> list[dict[str, Any]]:
         validate(answers.MessageEvent, event)
     found = [event for event in found if event["type"] != "ping"]
     for event in found:
-        _EVENT.validate_python(event)
+        _event().validate_python(event)
     assert found[0]["type"] == "message_start"
     assert [e["type"] for e in found[-2:]] == ["message_delta", "message_stop"]
     open_block: int | None = None
