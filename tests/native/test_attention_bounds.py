@@ -297,7 +297,10 @@ def test_bounds_of_another_shape_are_refused_by_the_op(rng, shape) -> None:
 # --- Instruction sets -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("simd", "num_threads"), [("avx2", 2), ("baseline", 2), ("neon", 2)])
+@pytest.mark.parametrize(
+    ("simd", "num_threads"),
+    [("avx2", 2), pytest.param("baseline", 2, marks=pytest.mark.long), ("neon", 2)],
+)
 def test_other_instruction_sets_in_this_file(simd, num_threads) -> None:
     run_in_process_of(simd, num_threads, [__file__], "any_spans or options or asked_for")
 

@@ -82,7 +82,7 @@ def test_tokens_of_flat_and_peaked_rows_are_mlxs(rng, scale: float) -> None:
     np.testing.assert_array_equal(draw.native(), draw.by_mlx())
 
 
-@pytest.mark.parametrize("simd", ["avx2", "baseline"])
+@pytest.mark.parametrize("simd", ["avx2", pytest.param("baseline", marks=pytest.mark.long)])
 def test_tokens_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 2, [__file__], "are_mlxs")
 

@@ -293,7 +293,7 @@ def test_gates_that_are_no_gated_layer(rng, other: str) -> None:
     np.testing.assert_array_equal(np.array(program([x, experts])[0]), np.array(graph(x, experts)))
 
 
-@pytest.mark.parametrize("simd", ["avx2", "baseline"])
+@pytest.mark.parametrize("simd", [pytest.param("avx2", marks=pytest.mark.long), "baseline"])
 def test_experts_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "not in_a_process_of")
 

@@ -212,7 +212,7 @@ def test_a_nan_in_a_row_of_a_linear_layer_stays_in_it(rng) -> None:
     np.testing.assert_array_equal(np.delete(got, 1, axis=0), np.delete(clean, 1, axis=0))
 
 
-@pytest.mark.parametrize("simd", ["avx2", "baseline"])
+@pytest.mark.parametrize("simd", ["avx2", pytest.param("baseline", marks=pytest.mark.long)])
 def test_linear_layers_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "linear and not in_a_process_of")
 

@@ -171,6 +171,6 @@ def test_operands_that_do_not_fit_are_refused(rng, name: str) -> None:
         ops.quantized_linear(**given, group_size=64, bits=4)
 
 
-@pytest.mark.parametrize("simd", ["avx2", "baseline"])
+@pytest.mark.parametrize("simd", [pytest.param("avx2", marks=pytest.mark.long), "baseline"])
 def test_formats_in_a_process_of(simd: str) -> None:
     run_in_process_of(simd, 4, [__file__], "not in_a_process_of")

@@ -181,7 +181,7 @@ def test_more_rows_than_a_threadgroup_has_threads(rng, device) -> None:
     np.testing.assert_array_equal(bits(apply(device, logits, masks, rows)), want)
 
 
-@pytest.mark.parametrize("simd", ["avx2", "baseline"])
+@pytest.mark.parametrize("simd", [pytest.param("avx2", marks=pytest.mark.long), "baseline"])
 def test_other_instruction_sets_and_threads_in_a_process(simd) -> None:
     run_in_process_of(simd, 3, [__file__], "own and (vocabulary or in_place) or asked")
 
