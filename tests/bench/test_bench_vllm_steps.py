@@ -86,6 +86,7 @@ def run(tmp_path) -> Any:
     return started
 
 
+@pytest.mark.long
 def test_both_engines_are_measured(run, tmp_path) -> None:
     part = run("--workload", "1 x 1024", "32 x 4096", "--modes", "greedy", "sampled")["3b"]
     assert part["engines"]["vllm"]["version"] == "0.0"

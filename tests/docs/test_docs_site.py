@@ -75,6 +75,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 def test_the_build_fails_on_faults(tmp_path: Path) -> None:
     for path in ROOT.iterdir():
         if path.name != "docs":

@@ -66,6 +66,7 @@ def answers(
     return batch.token_ids, one, drop_in.stats(model)
 
 
+@pytest.mark.long
 def test_paged_mlx_lm_gives_the_same_answers(quantized: Path) -> None:
     batch, one, stats = answers(quantized, short_texts)
     assert stats.num_cached_tokens > 0, "the second call found the prompt of the first"
