@@ -81,7 +81,7 @@ def test_a_limit_asks_fewer_questions(task: Path, tmp_path: Path) -> None:
     [
         (["--tasks", "no-such-task.yaml"], "a YAML file that exists"),
         (["--tasks", "tool-calls:all"], "simple_python"),
-        (["--tasks", "a,a"], "each once"),
+        (["--tasks", "a,a"], "different names"),
         (["--tasks", "x", "--server", "http://127.0.0.1:9"], "does not list its models"),
     ],
 )
