@@ -78,9 +78,9 @@ def test_paged_mlx_lm_gives_the_same_answers(quantized: Path) -> None:
 def test_an_adapter_is_trained_and_used(float32: Path, tmp_path: Path) -> None:
     data, adapters = tmp_path / "data", tmp_path / "adapters"
     data.mkdir()
-    chats = [[{"role": "user", "content": "What is the capital of France?"},
-              {"role": "assistant", "content": "Bananas, bananas!"}]] * 4  # fmt: skip
-    text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    examples = [[{"role": "user", "content": "What is the capital of France?"},
+                 {"role": "assistant", "content": "Bananas, bananas!"}]] * 4  # fmt: skip
+    text = "".join(json.dumps({"messages": chat}) + "\n" for chat in examples)
     for name in ("train", "valid"):
         (data / f"{name}.jsonl").write_text(text)
     train = [sys.executable, "-m", "mlx_paged.drop_in", "mlx_lm.lora", "--train",
