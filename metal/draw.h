@@ -32,15 +32,15 @@ METAL_FUNC float gumbel_noise(uint bits) {
 }
 
 // A row's settings and what a thread found in it. Token `pair` has the first word of the random
-// numbers of (pair, apart + pair), token `apart + pair` the second, where apart is half of the
-// row; the token in the middle of an odd row has the first word of (pair, 0).
+// numbers of (pair, pair_stride + pair), token `pair_stride + pair` the second, where pair_stride
+// is half of the row; the token in the middle of an odd row has the first word of (pair, 0).
 struct RowDraw {
   float largest;
   float temperature;
   float threshold;
   uint key_0;
   uint key_1;
-  int apart;
+  int pair_stride;
   int num_pairs;  // with two tokens
   float bar;      // no token with a lower score wins
   FirstMaximum best;
@@ -50,15 +50,15 @@ struct RowDraw {
   METAL_FUNC RandomPair<uint> bits(int pair) const thread {
     RandomPair<uint> counter;
     counter.first = uint(pair);
-    counter.second = pair < num_pairs ? uint(apart + pair) : 0u;
+    counter.second = pair < num_pairs ? uint(pair_stride + pair) : 0u;
     return threefry(key_0, key_1, counter);
   }
 
   // Sets the bar to the score of the greedy token, which most others cannot reach.
   METAL_FUNC void set_bar(int greedy) thread {
-    int pair = greedy < apart ? greedy : greedy - apart;
+    int pair = greedy < pair_stride ? greedy : greedy - pair_stride;
     RandomPair<uint> random = bits(pair);
-    bar = gumbel_noise(greedy < apart ? random.first : random.second);
+    bar = gumbel_noise(greedy < pair_stride ? random.first : random.second);
   }
 
   METAL_FUNC void see(float logit, int token, uint random) thread {
@@ -68,8 +68,8 @@ struct RowDraw {
     }
   }
 
-  // Sees tokens [pair, pair + N) and [apart + pair, apart + pair + N). The second of a pair that
-  // has one token must be -inf.
+  // Sees tokens [pair, pair + N) and [pair_stride + pair, pair_stride + pair + N). The second of a
+  // pair that has one token must be -inf.
   template <int N>
   METAL_FUNC void see_pairs(
       int pair, thread const float* first, thread const float* second) thread {
@@ -86,7 +86,7 @@ struct RowDraw {
     for (int i = 0; i < N; i++) {
       RandomPair<uint> random = bits(pair + i);
       see(first[i], pair + i, random.first);
-      see(second[i], apart + pair + i, random.second);
+      see(second[i], pair_stride + pair + i, random.second);
     }
   }
 };
@@ -119,14 +119,14 @@ draw_tokens(
   draw.key_0 = keys[2 * row];
   draw.key_1 = keys[2 * row + 1];
   draw.num_pairs = params.vocab_size / 2;
-  draw.apart = params.vocab_size - draw.num_pairs;
+  draw.pair_stride = params.vocab_size - draw.num_pairs;
   draw.best.value = -INFINITY;
   draw.best.index = params.vocab_size;
   draw.set_bar(greedy[row]);
   device const T* first = logits + row * params.vocab_size;
-  device const T* second = first + draw.apart;
+  device const T* second = first + draw.pair_stride;
   int begin = part * params.part_pairs;
-  int end = min(begin + params.part_pairs, draw.apart);
+  int end = min(begin + params.part_pairs, draw.pair_stride);
   if (params.vocab_size % (2 * CHUNK) == 0) {
     for (int at = begin; at < end; at += 32 * CHUNK) {
       int pair = at + int(lane) * CHUNK;

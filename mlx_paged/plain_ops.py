@@ -184,8 +184,8 @@ def sampling_thresholds(
     scaled = (logits.astype(mx.float32) - largest[:, None]) / temperature[:, None]
     ordered = -mx.sort(-scaled, axis=-1)
 
-    def logit_at(place: mx.array) -> mx.array:
-        return mx.take_along_axis(ordered, mx.maximum(place, 0)[:, None], axis=-1).squeeze(1)
+    def logit_at(index: mx.array) -> mx.array:
+        return mx.take_along_axis(ordered, mx.maximum(index, 0)[:, None], axis=-1).squeeze(1)
 
     limited = (top_k > 0) & (top_k < logits.shape[1])
     kth = logit_at(mx.where(limited, top_k - 1, 0))

@@ -242,9 +242,9 @@ def draw_tokens(scaled: np.ndarray, keys: np.ndarray) -> np.ndarray:
         keys: ``[num_rows, 2]`` uint32, of Threefry-2x32 with 20 rounds.
     """
     size = scaled.shape[1]
-    apart = size - size // 2
-    first = np.arange(apart, dtype=np.uint32)
-    second = np.where(first < size // 2, first + np.uint32(apart), np.uint32(0))
+    pair_stride = size - size // 2
+    first = np.arange(pair_stride, dtype=np.uint32)
+    second = np.where(first < size // 2, first + np.uint32(pair_stride), np.uint32(0))
     key = [*keys.T[:, :, None], keys[:, :1] ^ keys[:, 1:] ^ np.uint32(0x1BD11BDA)]
     first, second = first + key[0], second + key[1]
     for i in range(1, 6):

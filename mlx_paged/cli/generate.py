@@ -68,7 +68,7 @@ _GREEDY = SamplingOptions(
 
 @dataclass(frozen=True)
 class StructuredOptions:
-    """Constraints on answers, of which at most one may be given."""
+    """Constraints on the output. These options are mutually exclusive."""
 
     json_schema: Annotated[
         Path | None, option(_STRUCTURED, "File with a JSON schema for answers.")

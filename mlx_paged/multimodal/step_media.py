@@ -29,7 +29,7 @@ class StepMediaBuilder:
     ) -> None:
         self.store = FeatureStore(encode)
         self._uses_rope_positions = uses_rope_positions
-        # Of the sequences of the step before, which usually are those of the next one, too.
+        # Cached from the previous step, because consecutive steps usually have the same sequences.
         self._seq_ids: list[int] = []
         self._media: list[SequenceMedia | None] = []
         self._prompt_lens = np.zeros(0, dtype=np.int64)  # [num_seqs]; 0 without media

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def chat(tmp_path: Path) -> Iterator[Terminal]:
     with terminal(*command, environment=home(tmp_path), width=100, height=30) as pane:
         pane.wait_for("Ctrl-D ends.")
         yield pane
+
+
+@contextmanager
+def stub_chat(answer: str, folder: Path) -> Iterator[Terminal]:
+    """A chat with a server that always gives this answer. `folder`: for the user's files."""
+    with StubServer(answer) as server:
+        command = [*PROGRAM, "chat", "--server", server.url]
+        with terminal(*command, environment=home(folder)) as pane:
+            pane.wait_for("Ctrl-D ends.")
+            yield pane
 
 
 def test_an_answer_streams_and_statistics_show_the_reused_prefix(chat) -> None:
@@ -61,11 +72,7 @@ def test_control_c_stops_the_answer_and_not_the_program(chat) -> None:
 
 
 def test_a_message_of_several_lines(tmp_path) -> None:
-    with (
-        StubServer("An answer.") as server,
-        terminal(*PROGRAM, "chat", "--server", server.url, environment=home(tmp_path)) as pane,
-    ):
-        pane.wait_for("Ctrl-D ends.")
+    with stub_chat("An answer.", tmp_path) as pane:
         pane.type("Return the sum")
         pane.press("M-Enter")
         pane.type("of squares\\")
@@ -102,20 +109,12 @@ def test_a_saved_chat_goes_on_in_another_one(chat, tmp_path) -> None:
 
 
 def test_what_was_typed_before_comes_back(tmp_path) -> None:
-    with (
-        StubServer("unasked") as server,
-        terminal(*PROGRAM, "chat", "--server", server.url, environment=home(tmp_path)) as pane,
-    ):
-        pane.wait_for("Ctrl-D ends.")
+    with stub_chat("unasked", tmp_path) as pane:
         pane.say("/system something remembered")
         pane.wait_for("system message: something remembered")
         pane.press("C-d")
         pane.wait_for("status=0")
-    with (
-        StubServer("unasked") as server,
-        terminal(*PROGRAM, "chat", "--server", server.url, environment=home(tmp_path)) as pane,
-    ):
-        pane.wait_for("Ctrl-D ends.")
+    with stub_chat("unasked", tmp_path) as pane:
         pane.press("Up")
         pane.wait_for("> /system something remembered")
     [history] = tmp_path.rglob("chat-history")

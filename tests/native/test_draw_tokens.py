@@ -12,14 +12,13 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.metal_layer_checks import SILENT_KEY, SILENT_SIZE, SILENT_TOKEN
 from support.simd_processes import run_in_process_of
 from support.simulated import launches, needs_simulator, simulated
 
 from mlx_paged import ops, plain_ops
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-# The noise of this token of 50 is -inf for this key: its random bits are all 0.
-SILENT_KEY, SILENT_TOKEN, SILENT_SIZE = [48081531, 0], 43, 50
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from sim.checks import checks_of
+from sim.library import METAL
 from sim.mutants import Mutant, judge
 from support.metal_mutants import MUTANTS
 from support.quick_mutants import mutant_cases
 from support.simulated import metal_library, needs_simulator
+from support.tensor_mutants import MUTANTS as TENSOR_MUTANTS
 
 pytestmark = needs_simulator
 
@@ -30,6 +32,12 @@ QUICK = {
 @pytest.mark.parametrize("name", list(checks_of("support.metal_checks")))
 def test_the_kernels_pass(name) -> None:
     checks_of("support.metal_checks")[name](metal_library())
+
+
+def test_the_code_that_faults_replace_exists() -> None:
+    """(Most faults are planted in the long runs only.)"""
+    for mutant in (*MUTANTS, *TENSOR_MUTANTS):
+        assert (METAL / mutant.file).read_text().count(mutant.old) == 1, mutant
 
 
 @pytest.mark.parametrize("mutant", mutant_cases(MUTANTS, QUICK))

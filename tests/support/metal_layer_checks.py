@@ -328,10 +328,28 @@ def greedy(library: SimLibrary) -> None:
         np.testing.assert_array_equal(reported, np.where(np.isfinite(expected), tokens, -1))
 
 
+# The noise of this token of 50 is -inf for this key: its random bits are all 0.
+SILENT_KEY, SILENT_TOKEN, SILENT_SIZE = [48081531, 0], 43, 50
+
+
 @check
 def draws(library: SimLibrary) -> None:
     """Rows of whole chunks in several parts, rows of single tokens, of an odd number of them, and
-    in parts of several steps; thresholds, and greedy rows."""
+    in parts of several steps; thresholds, greedy rows, and a token whose noise is -inf."""
+
+    def compare(logits: mx.array, tokens: mx.array, *settings: mx.array) -> None:
+        expected = plain_ops.draw_tokens(logits, tokens, *settings)
+        mx.eval(expected)
+        with simulated(library):
+            found = ops.draw_tokens(logits, tokens, *settings)
+            mx.eval(found)
+        np.testing.assert_array_equal(np.array(found), np.array(expected))
+
+    one = mx.ones(1)
+    compare(
+        mx.zeros((1, SILENT_SIZE)), mx.array([SILENT_TOKEN], mx.int32), 0 * one, one,
+        mx.array([SILENT_KEY], mx.uint32), -mx.inf * one,
+    )  # fmt: skip
     rng = np.random.default_rng(0)
     for dtype, size, num_rows in (
         (mx.bfloat16, 2048, 6),
@@ -347,13 +365,7 @@ def draws(library: SimLibrary) -> None:
         scaled = (logits.astype(mx.float32) - largest[:, None]) / temperature[:, None]
         second = mx.sort(scaled, axis=1)[:, -2]
         thresholds = mx.where(mx.arange(num_rows) % 3 == 2, second, -mx.inf)
-        settings = temperature, mx.array(keys), thresholds
-        expected = plain_ops.draw_tokens(logits, tokens, largest, *settings)
-        mx.eval(expected)
-        with simulated(library):
-            found = ops.draw_tokens(logits, tokens, largest, *settings)
-            mx.eval(found)
-        np.testing.assert_array_equal(np.array(found), np.array(expected))
+        compare(logits, tokens, largest, temperature, mx.array(keys), thresholds)
 
 
 @check

@@ -72,7 +72,7 @@ class Agent:
         title: Name of the agent.
         program: Name of its executable.
         install: The command that installs it.
-        setup: Returns the setup for a model; its files are to be in the given folder.
+        setup: Takes a model and a folder; returns a setup that puts its files in the folder.
         needs_tools: False if the agent works with models that do not call tools.
         default: Arguments if the user gives none.
     """

@@ -79,7 +79,7 @@ class Choice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers, and for how long."""
+    """Configuration of extended thinking."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(

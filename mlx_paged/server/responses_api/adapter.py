@@ -63,7 +63,7 @@ def wants_logprobs(body: ResponseBody) -> bool:
 
 
 def stores(body: ResponseBody, store: ResponseStore) -> bool:
-    """Returns True if a response is to be stored once it has ended."""
+    """Returns True if the completed response should be stored."""
     return body.store is not False and store.max_responses > 0
 
 

@@ -304,7 +304,7 @@ def _tool(tool: ResponseTool, where: str) -> Tool:
 
 
 def _namespace(tool: ResponseTool, where: str) -> list[Tool]:
-    """Converts the tools of a namespace, whose description precedes that of the first tool."""
+    """Flattens a namespace into its tools, and prefixes the first description with its own."""
     if tool.name is None:
         raise bad_request(f"{where}.name", f"{where}.name is missing", "missing_field")
     found = []

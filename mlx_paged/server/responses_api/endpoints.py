@@ -295,7 +295,7 @@ async def input_items(request: Request) -> HttpResponse:
 
 
 def _store_of(request: Request) -> ResponseStore:
-    """Returns the store with the response that the path names, or that of the default model."""
+    """Finds the store that holds the response in the path, or uses the default model's."""
     models, response_id = context_of(request).models, _id_of(request)
     stores = (model.response_store for model in models)
     found = (store for store in stores if store.status(response_id) is not None)
