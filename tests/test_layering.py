@@ -32,6 +32,7 @@ PACKAGE = ROOT / "mlx_paged"
 # Parts of the package that each part may import, in addition to itself and `errors`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "formatting": (),
     "content": (),
     "addresses": (),
     "environment": (),
@@ -77,6 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "content",
         "core",
         "environment",
+        "formatting",
         "macos",
         "multimodal",
         "offload",
@@ -112,6 +114,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("__init__", "engine", "model", "platform", "ops", "extension", "blas", "demo", "server"),
         *("doctor", "import_hooks", "mcp", "bench", "extras", "parsing", "templates"),
         *("content", "multimodal", "offload", "wheels", "evals", "hub", "private_folder"),
+        "formatting",
     ),
     "server": (
         "__init__",
@@ -135,6 +138,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 # Parts that import only Python's standard library: neither mlx, mlx_lm nor numpy.
 STANDARD_LIBRARY_ONLY = (
     "errors",
+    "formatting",
     "blas",
     "linker",
     "cgroups",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 
 from mlx_paged.cli.entry import ExitCode, print_line
 from mlx_paged.errors import InvalidParameterError
+from mlx_paged.formatting import format_age, format_size
 
 if TYPE_CHECKING:
     from mlx_paged.offload.survey import ModelFiles
@@ -95,7 +95,7 @@ def clear(
     path = _checked(folder)
     if model and not any(each.name.startswith(model) for each in survey.model_folders(path)):
         raise InvalidParameterError("model", f"the beginning of a folder in {folder}", model)
-    print_line(f"deleted {_size(survey.clear(path, model))}")
+    print_line(f"deleted {format_size(survey.clear(path, model))}")
 
 
 def _checked(folder: Path) -> Path:
@@ -112,8 +112,8 @@ def _row(each: ModelFiles) -> tuple[str, ...]:
         f"{about.get('kv_cache_dtype', '?')}, {about.get('block_size', '?')}",
         f"{each.num_tokens:,}",
         str(each.num_segments),
-        _size(each.num_bytes),
-        _age(each.used_at),
+        format_size(each.num_bytes),
+        format_age(each.used_at),
         each.name[:12],
     )
 
@@ -126,20 +126,3 @@ def _print_damaged(found: list[ModelFiles]) -> None:
     for each in found:
         for path, reason in each.damaged:
             print_line(f"{path}: {reason}")
-
-
-def _size(num_bytes: int) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << power:
-            return f"{num_bytes / (1 << power):.1f} {unit}"
-    return f"{num_bytes} bytes"
-
-
-def _age(used_at: float) -> str:
-    if not used_at:
-        return "never"
-    seconds = max(0.0, time.time() - used_at)
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit} ago"
-    return "now"

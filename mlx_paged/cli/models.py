@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,11 +10,11 @@ import typer
 
 from mlx_paged.cli.entry import ExitCode, print_line
 from mlx_paged.errors import InvalidParameterError, MlxPagedError, ModelLoadError
+from mlx_paged.formatting import format_age, format_size
 
 if TYPE_CHECKING:
     from mlx_paged.hub import CachedModel
 
-_GIB = 1 << 30
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -55,7 +54,7 @@ def pull(
     if usable is not None:
         hub.check_fits(model, wanted, usable)
     if wanted.missing:
-        print_line(f"fetching {_size(wanted.missing)} of {model}, {wanted.num_files} files")
+        print_line(f"fetching {format_size(wanted.missing)} of {model}, {wanted.num_files} files")
     path = hub.pull(model, revision=wanted.revision if revision else None, include=include or ())
     typer.echo(path)
 
@@ -92,7 +91,7 @@ def list_models(
         table.add_column(name, no_wrap=name != "MODEL", overflow="fold")
     for each in found:
         name = each.name if each.is_complete else f"{each.name} (incomplete)"
-        table.add_row(name, _revision(each), _size(each.size), _age(each.last_modified))
+        table.add_row(name, _revision(each), format_size(each.size), format_age(each.last_modified))
     Console(highlight=False).print(table)
 
 
@@ -111,7 +110,7 @@ def show(
         return
     for name, value in about.items():
         if value is not None:
-            text = _size(value) if name in _BYTES else value
+            text = format_size(value) if name in _BYTES else value
             typer.echo(f"{name.replace('_', ' '):<16} {text}")
 
 
@@ -135,7 +134,7 @@ def remove(
     what = ", ".join(f"{each.name} ({_revision(each)})" for each in chosen.values())
     if not yes:
         typer.confirm(f"Remove {what}?", abort=True)
-    typer.echo(f"removed {what}: {_size(hub.remove(list(chosen.values())))} freed")
+    typer.echo(f"removed {what}: {format_size(hub.remove(list(chosen.values())))} freed")
 
 
 _BYTES = ("size", "weights", "memory")
@@ -208,17 +207,3 @@ def _usable_memory() -> int:
 
 def _revision(model: CachedModel) -> str:
     return " ".join([*model.refs, model.revision[:7] or "-"])
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= _GIB:
-        return f"{num_bytes / _GIB:.1f} GiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"
-
-
-def _age(then: float) -> str:
-    seconds = max(0.0, time.time() - then)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{int(seconds // length)} {unit} ago"
-    return "just now"

@@ -22,11 +22,10 @@ from mlx_paged.engine.pool_memory import PoolMemory
 from mlx_paged.engine.pressure import QUIET_SECONDS, MemoryPressure
 from mlx_paged.engine.pressure_sources import PressureLevel
 from mlx_paged.errors import MemoryPressureError
+from mlx_paged.formatting import format_size
 from mlx_paged.model import pages
 
 logger = logging.getLogger(__name__)
-
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 class Relief:
@@ -145,7 +144,7 @@ class Relief:
         if level is self._level:
             return
         before, self._level = self._level, level
-        gave = f"gave back {size(self._given_back)} of unused memory"
+        gave = f"gave back {format_size(self._given_back)} of unused memory"
         if level is PressureLevel.CRITICAL:
             logger.warning(
                 "the system is critically short of memory: %s; new requests are refused", gave
@@ -158,11 +157,3 @@ class Relief:
             self.pools.hold_pages(False)
             logger.warning("the system has memory again: %s since it was short", gave)
             self._given_back = 0
-
-
-def size(num_bytes: int) -> str:
-    """Returns a number of bytes in the unit that fits."""
-    for unit, name in _UNITS:
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes} bytes"

@@ -107,10 +107,10 @@ def test_attached_files_are_listed_dropped_and_sent_once(folder) -> None:
         handle(session, f"/{command}")
     listed = [line.split() for line in session.view.notes[-1].strip().splitlines()]
     assert listed == [
-        ["1", "image", "a.png", "1", "kB"],
-        ["2", "image", "b.png", "1", "kB"],
-        ["3", "video", "clip.webm", "0.2", "MB"],
-        ["4", "sound", "talk.mp3", "12", "kB"],
+        ["1", "image", "a.png", "5", "bytes"],
+        ["2", "image", "b.png", "5", "bytes"],
+        ["3", "video", "clip.webm", "195.3", "KiB"],
+        ["4", "sound", "talk.mp3", "12.0", "KiB"],
     ]
     handle(session, "/media -2")
     handle(session, "What are these?")

@@ -33,6 +33,7 @@ from mlx_paged.cli.options import fields_of, option, with_options
 from mlx_paged.cli.progress import progress_bar
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.extras import needs_extra
+from mlx_paged.formatting import format_size
 
 if TYPE_CHECKING:
     from mlx_paged.bench.engines import Footprint, Settings
@@ -41,7 +42,6 @@ _BATCH, _ROUNDS = "Batch", "Rounds"
 _UNCACHED = EngineOptions(enable_prefix_caching=False)
 # The percentiles of `vllm bench latency`.
 _SHARES = (10, 25, 50, 75, 90, 99)
-_GIB = 1 << 30
 
 
 @with_options()
@@ -313,7 +313,7 @@ def _memory_rows(footprints: Mapping[str, Footprint]) -> tuple[list[str], list[l
     columns = list(footprints.values())
 
     def row(name: str, values: Sequence[int | None]) -> list[str]:
-        return [name, *("-" if value is None else _size(value) for value in values)]
+        return [name, *("-" if value is None else format_size(value) for value in values)]
 
     return ["Memory", *footprints], [
         row("Process memory (peak)", [f.process_peak for f in columns]),
@@ -325,13 +325,9 @@ def _memory_rows(footprints: Mapping[str, Footprint]) -> tuple[list[str], list[l
     ]
 
 
-def _size(size: int) -> str:
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / (1 << 20):.1f} MiB"
-
-
 def _share(footprint: Footprint) -> str:
     used, total = footprint.system_used, footprint.system_total
-    return f"{used / _GIB:.1f} / {total / _GIB:.1f} GiB ({used / total:.0%})"
+    return f"{format_size(used)} of {format_size(total)} ({used / total:.0%})"
 
 
 def _side_by_side(made: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -180,8 +180,3 @@ def refusal(
     if nouns:
         return f"{model} takes no {NOUNS[kind][1]}, only {nouns}"
     return f"{model} takes no {NOUNS[kind][1]}: {reason or 'it reads text only'}"
-
-
-def size_shown(count: int) -> str:
-    """Formats a number of bytes."""
-    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{max(1, round(count / 1000))} kB"

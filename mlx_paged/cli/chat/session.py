@@ -22,13 +22,13 @@ from mlx_paged.cli.chat.attachments import (
     part_of,
     paths_of,
     size_of,
-    size_shown,
     text_of,
     with_files,
 )
 from mlx_paged.cli.chat.conversation import PARAMS, Backend, Call, Conversation, Message, Turn
 from mlx_paged.content import Kind
 from mlx_paged.errors import MlxPagedError
+from mlx_paged.formatting import format_size
 
 if TYPE_CHECKING:
     from mlx_paged.cli.chat.tools import ChatTools
@@ -298,7 +298,7 @@ def _media(session: ChatSession, rest: str) -> None:
     table = Table(show_header=False, box=None)
     for i, part in enumerate(attached, 1):
         noun = NOUNS[kind_of(part)][0]
-        table.add_row(str(i), noun, Text(part["name"]), size_shown(size_of(part)))
+        table.add_row(str(i), noun, Text(part["name"]), format_size(size_of(part)))
     session.view.note(table)
 
 
