@@ -267,9 +267,9 @@ def test_a_batch_whose_failure_cannot_be_written_has_failed(tmp_path, monkeypatc
     assert life.run(echo, life.ended).completed == 10
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_an_upload_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch, number) -> None:
-    """Its content or its record does not, and neither does closing it."""
+    """Its content, its record or their names do not, and neither does closing it."""
     fsync, count = os.fsync, iter(range(9))
 
     def full(fd: int) -> None:

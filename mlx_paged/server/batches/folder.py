@@ -181,6 +181,8 @@ class Folder:
     ) -> StoredFile:
         """Turns a completed upload into a file of the API.
 
+        If it fails, it leaves neither the file's record nor, under its name, its content.
+
         Args:
             expires_after: Lifetime in seconds; None: no limit.
         """
@@ -190,7 +192,9 @@ class Folder:
         upload.sync()
         path = self.data_path(file.id)
         upload.path.rename(path)
-        with _removed_unless_done(path):
+        record = path.with_suffix(_META)
+        # The record first: a start removes content without a record, but trusts a record.
+        with _removed_unless_done(record, path):
             self.publish(file)
         return file
 
@@ -309,12 +313,13 @@ def open_new(path: Path) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def _removed_unless_done(path: Path) -> Iterator[None]:
-    """Removes a file if the body fails, which may be because the disk is full."""
+def _removed_unless_done(*paths: Path) -> Iterator[None]:
+    """Removes files, in order, if the body fails, which may be because the disk is full."""
     try:
         yield
     except BaseException:
-        path.unlink(missing_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
         raise
 
 
