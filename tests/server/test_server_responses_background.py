@@ -277,6 +277,10 @@ class FakeAdapter:
     def stopped(self, failure: ApiError | None) -> Iterator[bytes]:
         yield f"stopped {failure.code if failure else 'by the client'}".encode()
 
+    def failed(self, error: ApiError) -> bytes:
+        self.status = "failed"
+        return f"failed {error.code}".encode()
+
     async def events(self) -> AsyncIterator[bytes]:
         while (event := await self.given.get()) is not None:
             yield event
@@ -342,3 +346,34 @@ def test_the_end_of_the_server_ends_them() -> None:
         assert all(adapter.closed for adapter in adapters)
 
     asyncio.run(asyncio.wait_for(scenario(), TIMEOUT))
+
+
+@pytest.mark.parametrize("can_report", [True, False])
+def test_a_response_ends_even_if_its_last_events_cannot_be_made(caplog, can_report) -> None:
+    """It would count as running, hold its prompt, and keep its readers waiting forever."""
+
+    class Faulty(FakeAdapter):
+        def stopped(self, failure: ApiError | None) -> Iterator[bytes]:
+            raise ValueError("no last events")
+
+        def failed(self, error: ApiError) -> bytes:
+            if not can_report:
+                raise ValueError("no last event either")
+            return super().failed(error)
+
+    async def scenario() -> None:
+        metrics = Metrics()
+        runs = BackgroundRuns(metrics, 1, 100_000)
+        adapter = Faulty("resp_0")
+        run = runs.start(adapter, adapter.events())  # type: ignore[arg-type]
+        reader = run.follow(0)
+        adapter.given.put_nowait(b"a")
+        assert await anext(reader) == b"a"
+        await runs.close()
+        assert [event async for event in reader] == [b"failed internal_error"] * can_report
+        assert runs.running("resp_0") is None and runs.find("resp_0") is run
+        assert run.has_ended and run.adapter is None and adapter.closed
+        assert metrics.server_load == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), TIMEOUT))
+    assert "a background response failed" in caplog.text and "no last events" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import to_json
 
-from mlx_paged.server.errors import ApiError, unavailable
+from mlx_paged.server.errors import ApiError, failed, unavailable
 from mlx_paged.server.metrics import Metrics
 
 if TYPE_CHECKING:  # It imports the context, which imports this module.
     from mlx_paged.server.responses_api.adapter import ResponseAdapter
 
+logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("mlx_paged.access")
 
 # Oldest events of a log that are dropped at once.
@@ -82,6 +84,22 @@ class BackgroundRun:
             self._task.cancel()
 
     async def _run(self, adapter: ResponseAdapter, events: AsyncIterator[bytes]) -> None:
+        try:
+            await self._log_events(adapter, events)
+        except Exception:  # A fault of the adapter; `events_of` reports those of the generation.
+            request_id = adapter.generation.trace.request_id
+            logger.exception("a background response failed", extra={"request_id": request_id})
+            adapter.generation.close()
+            with contextlib.suppress(Exception):
+                self._add(adapter.failed(failed(request_id)))
+        finally:
+            self.has_ended = True
+            self._wake()
+            self._on_end(self)
+            self.adapter = None  # frees the prompt and all tokens
+
+    async def _log_events(self, adapter: ResponseAdapter, events: AsyncIterator[bytes]) -> None:
+        """Logs the events of the stream, or of its end if the response is stopped."""
         self._has_begun = True
         try:
             if not self._is_stopped:
@@ -94,10 +112,6 @@ class BackgroundRun:
             adapter.generation.close()
             for event in adapter.stopped(self._failure):
                 self._add(event)
-        self.has_ended = True
-        self._wake()
-        self._on_end(self)
-        self.adapter = None  # frees the prompt and all tokens
 
     def _add(self, event: bytes) -> None:
         self._events.append(event)
