@@ -36,10 +36,6 @@ def progress_bar(
     console = Console(stderr=True, highlight=False)
     if shown is None:
         shown = console.is_terminal
-    handler = RichHandler(console=console, show_path=False, markup=False)
-    handler.setLevel(logging.WARNING)
-    logger = logging.getLogger("mlx_paged")
-    logger.addHandler(handler)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -50,6 +46,9 @@ def progress_bar(
         transient=passive,
         auto_refresh=not passive,
     )
+    handler = _LogsAbove(progress)
+    logger = logging.getLogger("mlx_paged")
+    logger.addHandler(handler)
     try:
         with progress:
             bar = progress.add_task(name, total=total, completed=done)
@@ -122,20 +121,39 @@ def download_bar(name: str, *, shown: bool | None = None) -> Iterator[Callable[[
         yield on_bytes
 
 
-def kernel_bar(shown: bool | None = None) -> Callable[[int, int], None]:
-    """Returns an engine's `on_kernel`, which shows a bar from the first kernel to the last."""
-    bar = contextlib.ExitStack()
-    advance: list[Callable[..., None]] = []
+@contextlib.contextmanager
+def kernel_bar(*, shown: bool | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Yields an engine's `on_kernel`, which shows a bar from the first kernel to the last."""
+    with contextlib.ExitStack() as bar:
+        advance: list[Callable[..., None]] = []
 
-    def on_kernel(done: int, total: int) -> None:
-        if done == 0:
-            advance[:] = [bar.enter_context(progress_bar("preparing the GPU", total, shown=shown))]
-        else:
-            advance[0]()
-        if done == total:
-            bar.close()
+        def on_kernel(done: int, total: int) -> None:
+            if done == 0:
+                made = bar.enter_context(progress_bar("preparing the GPU", total, shown=shown))
+                advance[:] = [made]
+            else:
+                advance[0]()
+            if done == total:
+                bar.close()
 
-    return on_kernel
+        yield on_kernel
+
+
+class _LogsAbove(RichHandler):
+    """Prints log lines above a bar, and ends the bar with logging.
+
+    Processes that end while another thread computes skip its context managers, but not
+    `logging.shutdown`. The terminal would stay without a cursor.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING, progress.console, show_path=False, markup=False)
+        self._progress = progress
+
+    def close(self) -> None:
+        if self._progress.live.is_started:
+            self._progress.stop()
+        super().close()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
@@ -79,7 +80,7 @@ class AsyncEngine:
         *,
         dtype: str = "auto",
         generation_config: Mapping[str, Any] | None = None,
-        on_kernel: OnKernel | None = None,
+        make_on_kernel: Callable[[], AbstractContextManager[OnKernel | None]] = nullcontext,
         **options: Any,
     ) -> AsyncEngine:
         """Loads a model (None: the embedded one) and creates its engine, in the background.
@@ -87,19 +88,23 @@ class AsyncEngine:
         Args:
             model: A directory in mlx-lm's format, a GGUF file, or a Hugging Face id.
             dtype, generation_config: See `mlx_paged.load`.
-            on_kernel: See `Engine`; called on the engine's thread.
+            make_on_kernel: Returns a context manager that yields the `on_kernel` of `Engine`.
+                Entered on the engine's thread while the engine is created.
             options: Fields of `EngineConfig`.
         """
         config = EngineConfig(**options)
-        return cls(
-            lambda: make_engine(
-                model,
-                config,
-                dtype=dtype,
-                generation_config=generation_config,
-                on_kernel=on_kernel,
-            )
-        )
+
+        def make() -> Engine:
+            with make_on_kernel() as on_kernel:
+                return make_engine(
+                    model,
+                    config,
+                    dtype=dtype,
+                    generation_config=generation_config,
+                    on_kernel=on_kernel,
+                )
+
+        return cls(make)
 
     async def ready(self) -> None:
         """Waits until the engine is ready. Raises the error if it could not be created."""

@@ -108,12 +108,11 @@ class OneModel:
         from mlx_paged.engine.process.client import ProcessEngine
 
         given = {"dtype": self.dtype, "generation_config": self.sampling, **self.engine}
+        given["make_on_kernel"] = kernel_bar
         if not self.config.frontend_multiprocessing:
-            return AsyncEngine.from_model(self.model, on_kernel=kernel_bar(), **given)
+            return AsyncEngine.from_model(self.model, **given)
         prepare = partial(prepare_engine_process, *self.log)
-        return ProcessEngine.from_model(
-            self.model, prepare=prepare, make_on_kernel=kernel_bar, **given
-        )
+        return ProcessEngine.from_model(self.model, prepare=prepare, **given)
 
 
 def prepare_engine_process(level: str, style: str, file: Path | None) -> None:

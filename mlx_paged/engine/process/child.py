@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.client import EngineRequest
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for the server to read the last messages.
 _FLUSH_TIMEOUT = 5.0
+# Seconds for logging to end.
+_LOGGING_TIMEOUT = 1.0
 
 
 class EngineProcess:
@@ -51,16 +53,16 @@ class EngineProcess:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._has_sent_death = False
         config = EngineConfig(**start.options)
-        on_kernel = None if start.make_on_kernel is None else start.make_on_kernel()
 
         def make() -> Engine:
-            engine = make_engine(
-                start.model,
-                config,
-                dtype=start.dtype,
-                generation_config=start.generation_config,
-                on_kernel=on_kernel,
-            )
+            with start.make_on_kernel() as on_kernel:
+                engine = make_engine(
+                    start.model,
+                    config,
+                    dtype=start.dtype,
+                    generation_config=start.generation_config,
+                    on_kernel=on_kernel,
+                )
             engine.on_launch = self._outbox.launched.append
             return engine
 
@@ -112,10 +114,10 @@ class EngineProcess:
             try:
                 message = self._pipe.receive()
             except EOFError:
-                os._exit(1)  # The server is gone, and a running step may take any time.
+                _leave()  # The server is gone, and a running step may take any time.
             except Exception:  # Without this, the server's calls would wait forever.
                 logger.critical("a message of the server cannot be read", exc_info=True)
-                os._exit(1)
+                _leave()
             self._loop.call_soon_threadsafe(self._handle, message)
 
     # On the event loop.
@@ -163,6 +165,15 @@ class EngineProcess:
         if method == "shutdown":
             with contextlib.suppress(asyncio.InvalidStateError):
                 self._ended.set_result(None)
+
+
+def _leave() -> NoReturn:
+    """Ends the process while its engine computes, which cannot be interrupted."""
+    # Also ends progress bars. It may wait for a terminal that takes no output.
+    closing = threading.Thread(target=logging.shutdown, daemon=True)
+    closing.start()
+    closing.join(_LOGGING_TIMEOUT)
+    os._exit(1)
 
 
 def _sendable(error: Exception) -> Exception:

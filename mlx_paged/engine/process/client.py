@@ -15,6 +15,7 @@ import threading
 from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mlx_paged.engine.client import EngineInfo, EngineRequest
@@ -115,15 +116,15 @@ class ProcessEngine:
         dtype: str = "auto",
         generation_config: Mapping[str, Any] | None = None,
         prepare: Callable[[], object] | None = None,
-        make_on_kernel: Callable[[], OnKernel] | None = None,
+        make_on_kernel: Callable[[], AbstractContextManager[OnKernel | None]] = nullcontext,
         **options: Any,
     ) -> ProcessEngine:
         """Starts the process, which loads a model (None: the embedded one) into its engine.
 
         Args:
-            model, dtype, generation_config: See `AsyncEngine.from_model`.
+            model, dtype, generation_config, make_on_kernel: See `AsyncEngine.from_model`; the last
+                one is pickled by name.
             prepare: See the class.
-            make_on_kernel: See `Start`.
             options: Fields of `EngineConfig`.
         """
         return cls(Start(model, dtype, generation_config, options, make_on_kernel), prepare)

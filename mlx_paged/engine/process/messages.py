@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,14 +23,14 @@ class Start:
     Attributes:
         model, dtype, generation_config: See `mlx_paged.load`.
         options: Fields of `EngineConfig`.
-        make_on_kernel: Returns the engine's `on_kernel`. Pickled by name.
+        make_on_kernel: See `AsyncEngine.from_model`. Pickled by name.
     """
 
     model: str | None
     dtype: str
     generation_config: Mapping[str, Any] | None
     options: Mapping[str, Any]
-    make_on_kernel: Callable[[], OnKernel] | None
+    make_on_kernel: Callable[[], AbstractContextManager[OnKernel | None]] = nullcontext
 
 
 class Submit(NamedTuple):
