@@ -18,6 +18,7 @@ class Item:
     name: str
     num_cases: int | None = None
     is_long: bool = False
+    by_prefix: bool = False
 
     @property
     def nodeid(self) -> str:
@@ -26,7 +27,8 @@ class Item:
     def get_closest_marker(self, name: str) -> Any:
         if name == "long":
             return self.is_long or None
-        return self.num_cases and SimpleNamespace(args=(self.num_cases,))
+        kwargs = {"by_prefix": True} if self.by_prefix else {}
+        return self.num_cases and SimpleNamespace(args=(self.num_cases,), kwargs=kwargs)
 
 
 def cases_of(test: str, kept: list[Any]) -> set[str]:
@@ -49,8 +51,17 @@ def test_tests_of_the_same_cases_sample_different_ones() -> None:
 def test_each_kind_keeps_a_case() -> None:
     assert all(chosen(["test_a", "test_b"], 10**9))
     items: Any = [
-        Item("test_c[one: a]", 10**9), Item("test_c[one: b]", 10**9), Item("test_c[two: a]", 10**9),
+        *(Item(f"test_c[{i}]", 10**9, by_prefix=True) for i in ("one: a", "one: b", "two: a")),
         Item("test_d"), Item("test_e", is_long=True),
     ]  # fmt: skip
     kept = [item.name for item in sampled(items)]
     assert kept == ["test_c[one: a]", "test_c[two: a]", "test_d"]
+
+
+def test_an_id_that_only_contains_a_colon_is_no_kind(monkeypatch) -> None:
+    names = [f"test_a[{{'{name}': 1}}]" for name in "abcdefgh"]
+    items: Any = [Item(name, 10**9) for name in names]
+    assert [item.name for item in sampled(items)] == names[:1]
+    monkeypatch.setenv("MLX_PAGED_TEST_SAMPLE", str(10**9))  # samples unmarked tests, too
+    unmarked: Any = [Item(name) for name in names]
+    assert [item.name for item in sampled(unmarked)] == names[:1]

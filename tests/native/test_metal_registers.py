@@ -39,7 +39,7 @@ def assert_fit(kernels: list[cxx.Kernel], limit: int, **steps: bool) -> None:
     assert {n: c for n, c in counts.items() if c.spilled_in_loops or c.spilled > 12} == {}
 
 
-@pytest.mark.one_in(120)
+@pytest.mark.one_in(120, by_prefix=True)
 @pytest.mark.parametrize("batch", batches())
 def test_every_kernel_fits(batch) -> None:
     assert_fit(batches()[batch], LIMIT)
@@ -50,7 +50,7 @@ def test_every_kernel_fits(batch) -> None:
 VARIANTS = {"bounds": (LIMIT + 4, {"bounds": True}), "alibi": (LIMIT + 10, {"alibi": True})}
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, by_prefix=True)
 @pytest.mark.parametrize(
     "case",
     [f"{variant}: {dims}" for variant in VARIANTS for dims in ("576_512", "64_64", "128_128")],
