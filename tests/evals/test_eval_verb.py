@@ -14,9 +14,7 @@ from mlx_paged.cli.entry import status_of
 from mlx_paged.cli.main import app
 from mlx_paged.server.config import ServerConfig
 
-pytest.importorskip("lm_eval.tasks", reason="lm_eval is not installed: pip install '.[eval]'")
-
-import lm_eval
+pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install '.[eval]'")
 
 SCHEMA = Path(__file__).resolve().parents[2] / "bench" / "results.schema.json"
 TASK = """
@@ -97,10 +95,10 @@ def test_a_task_that_does_not_exist_is_refused_with_those_that_do(
     task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An index of one task stands for lm_eval's own, whose thousands of files take ten seconds."""
-    small = partial(
-        lm_eval.tasks.TaskManager, include_path=str(task.parent), include_defaults=False
-    )
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", small)
+    from lm_eval import tasks  # most of a second
+
+    small = partial(tasks.TaskManager, include_path=str(task.parent), include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", small)
     assert status_of(app, ["eval", "--tasks", "no-such-task"]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert "gsm8k-sample" in line and "no-such-task" in line

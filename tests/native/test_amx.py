@@ -27,8 +27,8 @@ needs_x86 = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not SOURCES.is_dir(),
     reason="AMX is an extension of x86-64, and its sources have to be here",
 )
-needs_emulation = pytest.mark.skipif(
-    "amx_emulated" not in instruction_sets(), reason="this processor has no AVX-512 with BF16"
+needs_emulation = pytest.mark.skipif(  # a string is evaluated when a test needs it
+    "'amx_emulated' not in instruction_sets()", reason="this processor has no AVX-512 with BF16"
 )
 
 

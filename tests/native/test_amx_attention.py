@@ -28,8 +28,8 @@ from support.simd_processes import instruction_sets, run_in_process_of
 from mlx_paged import ops
 
 HERE = Path(__file__).parent
-needs_emulation = pytest.mark.skipif(
-    "amx_emulated" not in instruction_sets(), reason="this processor has no AVX-512 with BF16"
+needs_emulation = pytest.mark.skipif(  # a string is evaluated when a test needs it
+    "'amx_emulated' not in instruction_sets()", reason="this processor has no AVX-512 with BF16"
 )
 
 

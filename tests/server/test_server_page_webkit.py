@@ -8,23 +8,21 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from selenium import webdriver
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import WebDriverWait
-from selenium.webdriver.webkitgtk.options import Options
-from selenium.webdriver.webkitgtk.service import Service
 from support.page_helpers import FAKE_ANSWERS, PATIENCE, PROMPT
 from support.programs import needs
 from support.server_helpers import RunningServer
 
+if TYPE_CHECKING:
+    from selenium.webdriver.remote.webelement import WebElement
+
 DRIVER, XVFB = shutil.which("WebKitWebDriver"), shutil.which("Xvfb")
 [MINI_BROWSER, *_] = [*Path("/usr/lib").glob("*/webkit2gtk-4.*/MiniBrowser"), None]
 pytestmark = needs("WebKitGTK", found=None not in (DRIVER, XVFB, MINI_BROWSER), option="--browsers")
+
+ENTER, ESCAPE = "\ue007", "\ue00c"  # WebDriver's keys
 
 NOTE_ERRORS = """
 window.problems = [];
@@ -62,13 +60,15 @@ class Tab:
 
     def until(self, condition: str) -> Any:
         """Waits until a JavaScript expression is true; returns its value."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
         script = f"return {condition}"
         return WebDriverWait(self.driver, PATIENCE / 1000).until(
             lambda driver: driver.execute_script(script), f"never true: {condition}"
         )
 
     def find(self, selector: str) -> WebElement:
-        return self.driver.find_element(By.CSS_SELECTOR, selector)
+        return self.driver.find_element("css selector", selector)
 
     def send(self, text: str) -> None:
         self.find("#input").send_keys(text)
@@ -88,6 +88,10 @@ class Tab:
 
 @pytest.fixture
 def tab(display: str, page_server: RunningServer, monkeypatch) -> Iterator[Tab]:
+    from selenium import webdriver
+    from selenium.webdriver.webkitgtk.options import Options
+    from selenium.webdriver.webkitgtk.service import Service
+
     monkeypatch.setenv("DISPLAY", display)
     monkeypatch.setenv("WEBKIT_DISABLE_SANDBOX_THIS_IS_DANGEROUS", "1")  # containers are roots
     monkeypatch.setenv("LIBGL_ALWAYS_SOFTWARE", "1")
@@ -140,7 +144,7 @@ def test_the_enter_that_ends_a_composition_sends_nothing(tab: Tab) -> None:
           return [enter({ isComposing: true }), enter({ keyCode: 229 })];"""
     )
     assert kept == [True, True], "both are left to the input method"
-    tab.find("#input").send_keys(Keys.ENTER)
+    tab.find("#input").send_keys(ENTER)
     tab.fake("(answer.say('Yes.'), answer.end())")
     tab.answered()
 
@@ -164,9 +168,9 @@ def test_a_text_file_goes_with_the_message(tab: Tab) -> None:
 
 def test_a_dialog_opens_by_keyboard_and_escape_closes_it(tab: Tab) -> None:
     tab.driver.execute_script("document.querySelector('#open-settings').focus()")
-    tab.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    tab.driver.switch_to.active_element.send_keys(ENTER)
     tab.until("document.querySelector('dialog[open]')")
-    tab.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    tab.driver.switch_to.active_element.send_keys(ESCAPE)
     tab.until("!document.querySelector('dialog[open]')")
     tab.until("document.activeElement.id === 'open-settings'")
 

@@ -7,8 +7,8 @@ import random
 import struct
 import wave
 import zlib
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -104,43 +104,68 @@ def sound(seconds: float = 0.5, rate: int = 8000, channels: int = 2) -> bytes:
     return file.getvalue()
 
 
+class _Files(Mapping[str, bytes]):
+    """Files by name, each made when it is first read."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], bytes]]) -> None:
+        self._makers = makers
+        self._made: dict[str, bytes] = {}
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def _of_mode(mode: str, form: str) -> bytes:
+    """An image of one of Pillow's modes in a format of files."""
+    if mode == "I;16":
+        levels = np.linspace(0, 65535, 24 * 16).reshape(16, 24).astype(np.uint16)
+        return saved(Image.fromarray(levels), form)
+    return saved(picture(mode=mode), form)
+
+
 @cache
-def odd_pictures() -> dict[str, bytes]:
-    """Images of every mode, and other files with an image's name."""
-    found = {
-        f"{mode} {form}": saved(picture(mode=mode), form)
+def odd_pictures() -> Mapping[str, bytes]:
+    """Images of every mode, and other files with an image's name, each made when it is read."""
+    makers: dict[str, Callable[[], bytes]] = {
+        f"{mode} {form}": partial(_of_mode, mode, form)
         for mode, form in (
             ("1", "PNG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "PNG"),
             ("I;16", "PNG"), ("I", "TIFF"), ("F", "TIFF"), ("CMYK", "JPEG"), ("CMYK", "TIFF"),
             ("YCbCr", "JPEG"), ("LAB", "TIFF"), ("RGB", "WEBP"), ("RGBA", "WEBP"), ("RGB", "BMP"),
             ("RGB", "PPM"), ("RGB", "JPEG2000"), ("P", "GIF"), ("RGBA", "ICO"), ("RGB", "AVIF"),
         )
-        if mode != "I;16"
     }  # fmt: skip
-    levels = np.linspace(0, 65535, 24 * 16).reshape(16, 24).astype(np.uint16)
     exif = Image.Exif()
     exif[0x0112] = 6
     svg = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><rect/></svg>'
-    return found | {
-        "I;16 PNG": saved(Image.fromarray(levels)),
-        "EXIF": saved(picture(), "JPEG", exif=exif),
-        "EXIF broken": saved(picture(), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40),
-        "1 pixel": png(1, 1),
-        "1 x 4000": png(1, 4000),
-        "animated": gif(),
-        "many frames": gif(400, (2, 2)),
-        "bomb": png_of_size(60000, 60000),
-        "bomb of Pillow's": png_of_size(10000, 10000),
-        "text bomb": png_with_text_bomb(2),
-        "svg": svg,
-        "eps": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage",
-        "html": b"<!DOCTYPE html><html>404</html>",
-        "zip": b"PK\x03\x04" + bytes(60),
-        "empty": b"",
-        "zeros": bytes(500),
-        "clip": clip(4),
-        "sound": sound(0.1),
+    makers |= {
+        "EXIF": lambda: saved(picture(), "JPEG", exif=exif),
+        "EXIF broken": lambda: saved(picture(), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40),
+        "1 pixel": partial(png, 1, 1),
+        "1 x 4000": partial(png, 1, 4000),
+        "animated": gif,
+        "many frames": partial(gif, 400, (2, 2)),
+        "bomb": partial(png_of_size, 60000, 60000),
+        "bomb of Pillow's": partial(png_of_size, 10000, 10000),
+        "text bomb": partial(png_with_text_bomb, 2),
+        "svg": lambda: svg,
+        "eps": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\nshowpage",
+        "html": lambda: b"<!DOCTYPE html><html>404</html>",
+        "zip": lambda: b"PK\x03\x04" + bytes(60),
+        "empty": lambda: b"",
+        "zeros": lambda: bytes(500),
+        "clip": partial(clip, 4),
+        "sound": partial(sound, 0.1),
     }
+    return _Files(makers)
 
 
 @cache
@@ -163,7 +188,7 @@ def odd_clips() -> dict[str, bytes]:
     }
 
 
-def mutated(files: dict[str, bytes], count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
+def mutated(files: Mapping[str, bytes], count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
     """Yields `count` files: the given ones, then truncated, flipped, filled, doubled ones."""
     chance = random.Random(seed)
     names = list(files)

@@ -18,24 +18,23 @@ def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     """
     sample = int(os.environ.get("MLX_PAGED_TEST_SAMPLE", "1"))
 
-    def one_in(item: pytest.Item) -> int:
+    def drawn_from(item: pytest.Item) -> tuple[int, tuple[str, str]]:
+        """Returns the n of one in n, and the kind."""
         marker = item.get_closest_marker("one_in")
-        return sample * (marker.args[0] if marker else 1)
-
-    def kind_of(item: pytest.Item) -> tuple[str, str]:
         name, _, case = item.nodeid.partition("[")
-        marker = item.get_closest_marker("one_in")
-        by_prefix = marker is not None and marker.kwargs.get("by_prefix", False)
-        return name, case.partition(": ")[0] if by_prefix else ""
+        if marker is None:
+            return sample, (name, "")
+        prefix = case.partition(": ")[0] if marker.kwargs.get("by_prefix") else ""
+        return sample * marker.args[0], (name, prefix)
 
-    items = [item for item in items if item.get_closest_marker("long") is None]
-    kinds = {kind_of(item) for item in items if one_in(item) == 1}
+    drawn = [(i, *drawn_from(i)) for i in items if i.get_closest_marker("long") is None]
+    kinds = {kind for _, num_cases, kind in drawn if num_cases == 1}
     kept = []
-    for item in items:
-        if (num_cases := one_in(item)) > 1:
+    for item, num_cases, kind in drawn:
+        if num_cases > 1:
             # With the test's name: otherwise two tests of the same cases would run the same few.
-            if kind_of(item) in kinds and zlib.crc32(item.name.encode()) % num_cases:
+            if kind in kinds and zlib.crc32(item.name.encode()) % num_cases:
                 continue
-            kinds.add(kind_of(item))
+            kinds.add(kind)
         kept.append(item)
     return kept
