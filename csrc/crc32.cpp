@@ -42,14 +42,14 @@ constexpr int64_t power(int n) {
 }
 
 constexpr std::array<uint32_t, 256> table() {
-  std::array<uint32_t, 256> found{};
+  std::array<uint32_t, 256> entries{};
   for (uint32_t byte = 0; byte < 256; byte++) {
-    found[byte] = byte;
+    entries[byte] = byte;
     for (int i = 0; i < 8; i++) {
-      found[byte] = times_x(found[byte]);
+      entries[byte] = times_x(entries[byte]);
     }
   }
-  return found;
+  return entries;
 }
 
 uint32_t by_bytes(uint32_t crc, const uint8_t* data, size_t size) {

@@ -482,11 +482,11 @@ void EditLogits::check(const Arrays& in) const {
   for (int i = 0; i < in[1].shape(0); i++, rows += 5) {
     require_below(rows[0], in[0].shape(0), "a row");
     for (int entry = rows[2]; entry < rows[4]; entry++) {
-      require_below(entry, in[3].shape(0), "the place of an entry");
+      require_below(entry, in[3].shape(0), "the index of an entry");
       require_below(entries[2 * entry], in[0].shape(1), "a token");
     }
     if (rows[1] >= 0) {
-      require_below(rows[1], in[5].shape(0), "the place of a newest token");
+      require_below(rows[1], in[5].shape(0), "the index of a newest token");
       require_below(newest[rows[1]], in[0].shape(1), "a newest token");
     }
   }

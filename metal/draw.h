@@ -148,9 +148,9 @@ draw_tokens(
   }
   draw.best.join_lanes();
   if (lane == 0) {
-    device DrawnToken* found = parts + row * params.num_parts + part;
-    found->score = draw.best.value;
-    found->token = draw.best.index;
+    device DrawnToken* drawn = parts + row * params.num_parts + part;
+    drawn->score = draw.best.value;
+    drawn->token = draw.best.index;
   }
 }
 
@@ -168,8 +168,8 @@ merge_draws(
   FirstMaximum best{-INFINITY, params.vocab_size};
   if (temperature[row] > 0.0f) {
     for (int part = int(lane); part < params.num_parts; part += 32) {
-      DrawnToken found = parts[row * params.num_parts + part];
-      best.join(found.score, found.token);
+      DrawnToken drawn = parts[row * params.num_parts + part];
+      best.join(drawn.score, drawn.token);
     }
   }
   best.join_lanes();

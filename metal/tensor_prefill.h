@@ -182,11 +182,11 @@ tensor_prefill(
   PAGED_UNROLL
   for (ushort i = 0; i < result.get_capacity(); i++) {
     if (result.is_valid_element(i)) {
-      auto place = result.get_multidimensional_index(i);
-      int of_row = first_query + int(place[1]);
+      auto index = result.get_multidimensional_index(i);
+      int of_row = first_query + int(index[1]);
       if (of_row < ours.num_queries) {
-        ulong element = ours.result(of_row) * V_DIM + int(place[0]);
-        float value = result[i] * factors[place[1]];
+        ulong element = ours.result(of_row) * V_DIM + int(index[0]);
+        float value = result[i] * factors[index[1]];
         if (ours.whole()) {
           out[element] = T(value);
         } else {

@@ -149,9 +149,9 @@ tensor_product(
   PAGED_UNROLL
   for (ushort i = 0; i < sums.get_capacity(); i++) {
     if (sums.is_valid_element(i)) {
-      auto place = sums.get_multidimensional_index(i);
-      int row = first_row + int(place[1]);
-      int column = first_column + int(place[0]);
+      auto index = sums.get_multidimensional_index(i);
+      int row = first_row + int(index[1]);
+      int column = first_column + int(index[0]);
       if (row < params.num_rows && column < params.n) {
         float sum = sums[i];
         if (params.has_bias) {

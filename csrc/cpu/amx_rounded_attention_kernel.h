@@ -170,9 +170,9 @@ inline LaneBounds lane_bounds(
   LaneBounds bounds;
   for (int i = 0; i < kWidth; i++) {
     const int row = item.row_begin + min(tile * kTileRows + i, at.lanes - 1) / group;
-    const paged::RowBounds each = paged::bounds_of_row(args.positions, row, args.options);
-    bounds.first[i] = each.first;
-    bounds.last[i] = each.last;
+    const paged::RowBounds of_row = paged::bounds_of_row(args.positions, row, args.options);
+    bounds.first[i] = of_row.first;
+    bounds.last[i] = of_row.last;
   }
   return bounds;
 }

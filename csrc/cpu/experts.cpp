@@ -146,9 +146,9 @@ void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, 
   int64_t last = work * (share + 1) / num_shares;
   int64_t at = 0;  // start of the group's work
   for (const auto& g : groups.groups()) {
-    int64_t each = unit_work(g);
+    int64_t unit_cost = unit_work(g);
     auto units_before = [&](int64_t point) {
-      return std::clamp<int64_t>((point - at + each - 1) / each, 0, units);
+      return std::clamp<int64_t>((point - at + unit_cost - 1) / unit_cost, 0, units);
     };
     int begin = int(units_before(first) * kAlign);
     int end = std::min(n, int(units_before(last) * kAlign));
@@ -156,7 +156,7 @@ void run_experts(const ExpertArgs& args, const ExpertGroups& groups, int share, 
       int count = std::min(kMaxRows, g.end - i);
       Block(args, g.expert, groups.pairs().data() + i, count, begin, end).run();
     }
-    at += units * each;
+    at += units * unit_cost;
   }
 }
 

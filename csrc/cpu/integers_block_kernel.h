@@ -31,12 +31,12 @@ struct FourColumns {
 
 // Places of a chunk's scales among those of four weight groups of each of four columns, by the
 // shift of ColumnExtents and the chunk.
-struct ScalePlaces {
+struct ScaleIndices {
   static constexpr int kGroups = 4;  // of weights
 
   alignas(64) uint16_t of[3][4][kIntegerGroups * kBlockOfColumns] = {};
 
-  constexpr ScalePlaces() {
+  constexpr ScaleIndices() {
     for (int shift = 0; shift < 3; shift++) {
       for (int i = 0; i < 4 * kIntegerGroups * kBlockOfColumns; i++) {
         const int group = (i / kBlockOfColumns >> shift) % kGroups;
@@ -45,13 +45,13 @@ struct ScalePlaces {
     }
   }
 };
-constexpr ScalePlaces kScalePlaces;
+constexpr ScaleIndices kScaleIndices;
 
 // Scales or biases of four columns. Their type is known at run time only, since a block for each
 // would take three times as long to compile.
 class BlockScales {
  public:
-  static constexpr int kGroups = ScalePlaces::kGroups;  // read at once; enough for a chunk
+  static constexpr int kGroups = ScaleIndices::kGroups;  // read at once; enough for a chunk
 
   // p: those of the first column.
   BlockScales(const void* p, const FourColumns& columns, DType dtype)
@@ -79,18 +79,18 @@ class BlockScales {
   }
 
   // Those of the chunk-th chunk since read(), in the order of ColumnScales.
-  VecF of(int chunk, int shift) const { return at(kScalePlaces.of[shift][chunk]); }
+  VecF of(int chunk, int shift) const { return at(kScaleIndices.of[shift][chunk]); }
 
   // Those of the first group, in all quarters.
-  VecF of_first() const { return at(kScalePlaces.of[2][0]); }
+  VecF of_first() const { return at(kScaleIndices.of[2][0]); }
 
  private:
   VecF at(const uint16_t* from) const {
-    const __m256i places = load_as<__m256i>(from);
+    const __m256i indices = load_as<__m256i>(from);
     if (dtype_ == DType::float32) {
-      return (VecF)_mm512_permutexvar_epi32(_mm512_cvtepu16_epi32(places), all_);
+      return (VecF)_mm512_permutexvar_epi32(_mm512_cvtepu16_epi32(indices), all_);
     }
-    const __m256i halves = _mm256_permutexvar_epi16(places, _mm512_castsi512_si256(all_));
+    const __m256i halves = _mm256_permutexvar_epi16(indices, _mm512_castsi512_si256(all_));
     return dtype_ == DType::bfloat16 ? widened(halves, BFloat{}) : widened(halves, Half{});
   }
 
@@ -266,9 +266,9 @@ inline void integer_columns(const IntegerProductArgs& args, int64_t begin, int64
   constexpr bool kUsesVnni = false;
 #endif
   // The next rows find a block's weights in the L1 cache.
-  const int64_t each = kUsesVnni && args.rows <= 4 ? end - begin : kBlockOfColumns;
-  for (int64_t column = begin; column < end; column += each) {
-    const int64_t last = end - column < each ? end : column + each;
+  const int64_t block_columns = kUsesVnni && args.rows <= 4 ? end - begin : kBlockOfColumns;
+  for (int64_t column = begin; column < end; column += block_columns) {
+    const int64_t last = end - column < block_columns ? end : column + block_columns;
     for_few_rows(0, args.rows, [&]<int Rows>(int row) {
 #if defined(__AVX512VNNI__)
       if constexpr (kUsesVnni) {

@@ -21,7 +21,7 @@ constexpr int kLanes = simd::max_size<float>;
 using Lanes = simd::Simd<float, kLanes>;
 
 template <typename Op>
-void each(const float* x, float* out, int64_t size) {
+void elementwise(const float* x, float* out, int64_t size) {
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) {
     simd::store(out + i, Op{}(simd::load<float, kLanes>(x + i)));
@@ -102,23 +102,23 @@ float mlx_maximum(float a, float b) {
 std::optional<ElementFunction> mlx_function(Op op) {
   switch (op) {
     case Op::abs:
-      return each<detail::Abs>;
+      return elementwise<detail::Abs>;
     case Op::erf:
-      return each<detail::Erf>;
+      return elementwise<detail::Erf>;
     case Op::exp:
-      return each<detail::Exp>;
+      return elementwise<detail::Exp>;
     case Op::negative:
-      return each<detail::Negative>;
+      return elementwise<detail::Negative>;
     case Op::rsqrt:
-      return each<detail::Rsqrt>;
+      return elementwise<detail::Rsqrt>;
     case Op::sigmoid:
-      return each<detail::Sigmoid>;
+      return elementwise<detail::Sigmoid>;
     case Op::sqrt:
-      return each<detail::Sqrt>;
+      return elementwise<detail::Sqrt>;
     case Op::square:
-      return each<detail::Square>;
+      return elementwise<detail::Square>;
     case Op::tanh:
-      return each<detail::Tanh>;
+      return elementwise<detail::Tanh>;
     default:
       return std::nullopt;
   }

@@ -45,9 +45,9 @@ void cut(ProductPhase& phase) {
     if (p.main.adapters) {
       columns = std::max(columns, std::min<int64_t>(kAdapterColumns, n / num_threads()));
     }
-    int each = int(std::max<int64_t>(1, columns / align) * align);
-    for (int begin = 0; begin < n; begin += each) {
-      phase.pieces.push_back({int(i), begin, std::min(n, begin + each)});
+    int piece_columns = int(std::max<int64_t>(1, columns / align) * align);
+    for (int begin = 0; begin < n; begin += piece_columns) {
+      phase.pieces.push_back({int(i), begin, std::min(n, begin + piece_columns)});
     }
   }
 }

@@ -22,9 +22,9 @@ void for_product_pieces(
   int64_t pieces = std::max(
       2 * m * n * k / kFlopsPerPiece, std::max(m, n) * k * weight_bits / 8 / kBytesPerPiece);
   pieces = std::clamp<int64_t>(pieces, 1, kPiecesPerThread * num_threads());
-  int64_t each = ((extent + pieces - 1) / pieces + align - 1) / align * align;
-  parallel_for(int((extent + each - 1) / each), [&](int piece, int) {
-    body(piece * each, std::min(extent, (piece + 1) * each));
+  int64_t piece_size = ((extent + pieces - 1) / pieces + align - 1) / align * align;
+  parallel_for(int((extent + piece_size - 1) / piece_size), [&](int piece, int) {
+    body(piece * piece_size, std::min(extent, (piece + 1) * piece_size));
   });
 }
 

@@ -49,9 +49,9 @@ const void* find_kernel(const std::string& host_name, size_t num_arguments) {
 void allow_shared_memory(const void* symbol, const std::string& host_name, uint32_t bytes) {
   static std::mutex mutex;  // between query and update
   std::lock_guard lock(mutex);
-  cudaFuncAttributes found;
-  auto status = cudaFuncGetAttributes(&found, symbol);
-  if (status == cudaSuccess && found.maxDynamicSharedSizeBytes < int(bytes)) {
+  cudaFuncAttributes attributes;
+  auto status = cudaFuncGetAttributes(&attributes, symbol);
+  if (status == cudaSuccess && attributes.maxDynamicSharedSizeBytes < int(bytes)) {
     status = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   }
   if (status != cudaSuccess) {

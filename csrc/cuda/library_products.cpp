@@ -67,7 +67,7 @@ struct Library {
   Status (*forget_preference)(Preference);
   Status (*choose)(
       Handle, Description, Layout a, Layout b, Layout c, Layout d, Preference, int wanted,
-      Heuristic*, int* found);
+      Heuristic*, int* num_found);
   Status (*multiply)(
       Handle, Description, const void* alpha, const void* a, Layout, const void* b, Layout,
       const void* beta, const void* c, Layout, void* d, Layout, const Algorithm*, void* workspace,
@@ -183,14 +183,14 @@ Plan make_plan(const Shape& shape, Handle handle) {
         preference, kMinAlignment + i, &shape.alignment[i], sizeof(shape.alignment[i]));
   }
   Heuristic best{};
-  int found = 0;
+  int num_found = 0;
   Status chosen = set ? set
                       : l.choose(
                             handle, plan.description, plan.weight, plan.x, plan.out, plan.out,
-                            preference, 1, &best, &found);
+                            preference, 1, &best, &num_found);
   l.forget_preference(preference);
   check(chosen, "cannot choose an algorithm");
-  check(found > 0 ? best.status : -1, "found no algorithm");
+  check(num_found > 0 ? best.status : -1, "found no algorithm");
   plan.algorithm = best.algorithm;
   return plan;
 }

@@ -87,8 +87,8 @@ std::optional<Attention> on_tensor_cores(const Launch& launch, const Arrays& in)
   return Attention{dtype, dim, params.max_rows * group, params.num_kv_heads};
 }
 
-int tiles_of(int queries, int each) {
-  return (queries + each - 1) / each;
+int tiles_of(int queries, int tile_rows) {
+  return (queries + tile_rows - 1) / tile_rows;
 }
 
 void decode_on_tensor_cores(Launch& launch, const Attention& attention) {

@@ -75,7 +75,7 @@ void allocate_for_host(mx::array& a, mx::Stream stream) {
 // Encodes launches. Metal's encoder orders reads and writes of a buffer. Within a ConcurrentContext
 // MLX adds no barriers, which suits launches that write different rows of one buffer.
 void encode_launches(
-    const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Place>& places,
+    const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Location>& locations,
     mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto& encoder = mx::metal::get_command_encoder(stream);
@@ -92,11 +92,11 @@ void encode_launches(
     encoder.set_compute_pipeline_state(kernel);
     int index = 0;
     for (const auto& binding : launch.buffers) {
-      auto& place = places[binding.operand];
+      auto& location = locations[binding.operand];
       if (binding.access == Access::read) {
-        encoder.set_input_array(place.array, index, place.offset);
+        encoder.set_input_array(location.array, index, location.offset);
       } else {
-        encoder.set_output_array(place.array, index, place.offset);  // also an input
+        encoder.set_output_array(location.array, index, location.offset);  // also an input
       }
       index++;
     }
@@ -113,19 +113,19 @@ void encode_launches(
 void encode(
     const LaunchList& list, const Arrays& in, Arrays& out, const std::vector<int>&,
     mx::Stream stream) {
-  std::vector<Place> places;
+  std::vector<Location> locations;
   for (const Arrays* arrays : {&in, const_cast<const Arrays*>(&out)}) {
     for (const auto& a : *arrays) {
-      places.push_back({a, 0});
+      locations.push_back({a, 0});
     }
   }
   for (uint64_t bytes : list.workspaces) {
     mx::array workspace(workspace_shape(bytes), mx::float32, nullptr, {});
     allocate(workspace, stream);
     keep(workspace, stream);
-    places.push_back({std::move(workspace), 0});
+    locations.push_back({std::move(workspace), 0});
   }
-  encode_launches(list.launches, 0, list.launches.size(), places, stream);
+  encode_launches(list.launches, 0, list.launches.size(), locations, stream);
 }
 
 }  // namespace mlx_paged::gpu

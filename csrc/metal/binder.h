@@ -12,14 +12,14 @@
 namespace mlx_paged::gpu {
 
 // Location of an operand.
-struct Place {
+struct Location {
   mx::array array;
   int64_t offset;  // bytes into the array
 };
 
-// Passes launches [begin, end) to a stream's encoder; `places` is indexed by operand.
+// Passes launches [begin, end) to a stream's encoder; `locations` is indexed by operand.
 void encode_launches(
-    const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Place>& places,
+    const std::vector<Launch>& launches, size_t begin, size_t end, std::vector<Location>& locations,
     mx::Stream stream);
 
 }  // namespace mlx_paged::gpu

@@ -56,8 +56,8 @@ class MetalStepDevice : public StepDevice {
         throw std::runtime_error("[gpu_step] Metal has no " + launch.kernel.host_name);
       }
     }
-    auto places = places_of(placed.addresses);
-    gpu::encode_launches(placed.launches, begin, end, places, stream_);
+    auto locations = locations_of(placed.addresses);
+    gpu::encode_launches(placed.launches, begin, end, locations, stream_);
   }
 
   void keep(const mx::array& a) override { gpu::keep(a, stream_); }
@@ -73,23 +73,23 @@ class MetalStepDevice : public StepDevice {
     mx::array array;
   };
 
-  std::vector<gpu::Place> places_of(const std::vector<char*>& addresses) {
+  std::vector<gpu::Location> locations_of(const std::vector<char*>& addresses) {
     if (!std::exchange(is_sorted_, true)) {
       std::stable_sort(known_.begin(), known_.end(), [](const Known& a, const Known& b) {
         return a.begin < b.begin;
       });
     }
-    std::vector<gpu::Place> places;
-    places.reserve(addresses.size());
+    std::vector<gpu::Location> locations;
+    locations.reserve(addresses.size());
     for (char* address : addresses) {
       // The last array that starts at or before the address. Unused operands have no array.
       auto after = std::upper_bound(
           known_.begin(), known_.end(), address,
           [](const char* a, const Known& known) { return a < known.begin; });
       const auto& known = after == known_.begin() ? *after : *(after - 1);
-      places.push_back({known.array, address ? address - known.begin : 0});
+      locations.push_back({known.array, address ? address - known.begin : 0});
     }
-    return places;
+    return locations;
   }
 
   mx::Stream stream_;

@@ -123,7 +123,7 @@ class Checkpoint:
         found, scratch = Weights(), Scratch()
         for name in self._file.names():
             tensor = self._file.tensor(name)
-            for target, content in self._architecture.place(tensor, self._meta).items():
+            for target, content in self._architecture.parameters_of(tensor, self._meta).items():
                 if target not in shapes:
                     if self._is_spare(target):
                         continue

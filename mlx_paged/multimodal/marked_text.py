@@ -20,33 +20,37 @@ class MarkedText:
     Args:
         tokenizer: transformers' tokenizer.
         placeholders: Texts that are tokens only without a mark.
-        place: One of them; spaces around the attribute `place` are treated like those around this.
+        placeholder: One of them; spaces around `separator` are treated like those around this.
 
     Attributes:
-        place: A random text that stands for an item; random, so that no user can write it.
+        separator: A random text that stands for an item; random, so that no user can write it.
     """
 
-    def __init__(self, tokenizer: Any, placeholders: Iterable[str], place: str) -> None:
+    def __init__(self, tokenizer: Any, placeholders: Iterable[str], placeholder: str) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         nonce = secrets.token_hex(8)
-        self.place = f"{MARK}{nonce}place{MARK}"
+        self.separator = f"{MARK}{nonce}item{MARK}"
         self._names = {each: f"{MARK}{nonce}{i}{MARK}" for i, each in enumerate(placeholders)}
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._ids: dict[int | None, int] = {}  # of the copy -> of the tokenizer; -1: a place
-        self._backend = None if backend is None else self._renamed(backend, place)
+        self._ids: dict[int | None, int] = {}  # of the copy -> of the tokenizer; -1: a separator
+        self._backend = None if backend is None else self._renamed(backend, placeholder)
 
-    def _renamed(self, backend: Any, place: str) -> Tokenizer:
-        """Returns a copy of a tokenizer whose placeholders have other names."""
+    def _renamed(self, backend: Any, like: str) -> Tokenizer:
+        """Returns a copy of a tokenizer whose placeholders have other names.
+
+        Args:
+            like: The placeholder whose options the separator gets.
+        """
         config = json.loads(backend.to_str())
         added = config["added_tokens"]
         kept = [token for token in added if token["content"] not in self._names]
         renamed = [token for token in added if token["content"] in self._names]
         copy = Tokenizer.from_str(json.dumps({**config, "added_tokens": kept}))
-        like: dict[str, Any] = next((token for token in added if token["content"] == place), {})
-        renamed.append({**like, "content": None, "id": -1})
+        model: dict[str, Any] = next((token for token in added if token["content"] == like), {})
+        renamed.append({**model, "content": None, "id": -1})
         for token in renamed:
-            name = self._names[token["content"]] if token["content"] else self.place
+            name = self._names[token["content"]] if token["content"] else self.separator
             given = AddedToken(
                 name,
                 lstrip=token.get("lstrip", False),
@@ -63,21 +67,21 @@ class MarkedText:
         return copy
 
     def pieces(self, text: str) -> list[list[int]]:
-        """Returns the tokens before, between and after each `place` in a text."""
+        """Returns the tokens before, between and after each `separator` in a text."""
         if self._backend is None:
-            return [self._in_parts(piece) for piece in text.split(self.place)]
-        parts = text.split(self.place)
+            return [self._in_parts(piece) for piece in text.split(self.separator)]
+        parts = text.split(self.separator)
         for i, part in enumerate(parts):
             for placeholder, name in self._names.items():
                 part = part.replace(placeholder, name)
             parts[i] = part
         # Names have marks, too; these stay.
-        names = [*self._names.values(), self.place]
+        names = [*self._names.values(), self.separator]
         keep = "|".join(re.escape(name) for name in names)
         plain = re.sub(
             rf"({keep})|{MARKED.pattern}",
             lambda found: found.group(1) or found.group(2),
-            self.place.join(parts),
+            self.separator.join(parts),
             flags=re.DOTALL,
         )
         with self._lock:

@@ -350,8 +350,8 @@ class MediaModel:
 
     @cached_property
     def _marked_text(self) -> MarkedText:
-        place = self.placeholder(self.kinds[0])
-        return MarkedText(self.tokenizer, self._placeholders({}), place)
+        like = self.placeholder(self.kinds[0])
+        return MarkedText(self.tokenizer, self._placeholders({}), like)
 
     def literal(self, value: Any, counts: Mapping[Kind, int]) -> Any:
         """Marks the placeholders in texts of users, which stay text (see `marks`).
@@ -425,7 +425,7 @@ class MediaModel:
         """Returns the tokens before, between and after placeholders."""
         if MARK in text:
             texts = _texts_around(text, placeholders)
-            return self._marked_pieces(self._marked_text.place.join(texts), special)
+            return self._marked_pieces(self._marked_text.separator.join(texts), special)
         whole = self._encode(text, begins=True, special=special)
         found, done = [], 0
         for begin, end, _ in placeholders:

@@ -70,8 +70,8 @@ def test_tokens_of_a_marked_text_are_those_of_a_tokenizer_without_placeholders(
         [found] = maker.pieces(marked(text, ["<image>"]))
         expected = plain(text, add_special_tokens=False)["input_ids"]
         assert found == [end if token == other else token for token in expected]
-    # A place parts a text as its placeholder does, which here is "<end>".
-    found = maker.pieces(marked("see <image> a", ["<image>"]) + maker.place + "a")
+    # The separator parts a text as its placeholder does, which here is "<end>".
+    found = maker.pieces(marked("see <image> a", ["<image>"]) + maker.separator + "a")
     whole = plain("see <image> a<end>a", add_special_tokens=False)["input_ids"]
     at = whole.index(other)
     assert found == [whole[:at], whole[at + 1 :]]

@@ -202,8 +202,8 @@ def test_refused_rows(a, ids, message) -> None:
     ("name", "array", "message"),
     [
         ("rows", [[3, 0, 0, 1, 2]], "a row must be in [0, 3) but got 3"),
-        ("rows", [[0, 1, 0, 1, 2]], "the place of a newest token must be in [0, 1) but got 1"),
-        ("rows", [[0, 0, 0, 1, 3]], "the place of an entry must be in [0, 2) but got 2"),
+        ("rows", [[0, 1, 0, 1, 2]], "the index of a newest token must be in [0, 1) but got 1"),
+        ("rows", [[0, 0, 0, 1, 3]], "the index of an entry must be in [0, 2) but got 2"),
         ("entries", [[0, 0], [9, 0]], "a token must be in [0, 9) but got 9"),
         ("newest", [9], "a newest token must be in [0, 9) but got 9"),
     ],

@@ -52,7 +52,7 @@ struct RowsOfLane {
 
   // Calls copy(at, row) for row `at` of the item, which is row `row` of x.
   template <typename Copy>
-  __device__ __forceinline__ void each(const ExpertItem& item, int lane, Copy copy) const {
+  __device__ __forceinline__ void for_each(const ExpertItem& item, int lane, Copy copy) const {
 #pragma unroll
     for (int i = 0; i < kMaxRows; i++) {
       const int at = lane + 32 * i;

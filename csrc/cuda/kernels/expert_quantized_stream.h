@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
           __syncwarp();  // The barrier expects the bytes.
           const unsigned int xs = stream.xs_of(turn);
           if (params.is_first) {
-            rows.each(item, lane, [&](int at, int row) {
+            rows.for_each(item, lane, [&](int at, int row) {
               stream.copy_rows(maps.x, turn, xs + at * kRowBytes, row);
             });
           } else if (lane == 0) {

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       const int column = turn * kLinearChunk;
       __syncwarp();  // The barrier expects the bytes.
       if (params.is_first) {
-        rows.each(item, lane, [&](int at, int row) {
+        rows.for_each(item, lane, [&](int at, int row) {
           ring.copy(stage, tile + at * kRowBytes, &maps.x, column, row, often);
         });
       } else if (lane == 0) {

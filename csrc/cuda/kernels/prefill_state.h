@@ -25,15 +25,15 @@ struct PrefillState {
   FragmentD result[DIM / 8];
   SoftmaxState state[2];
   KeyRange keys[2];
-  KeyRange any;   // keys that any of the warp's queries sees
-  KeyRange each;  // keys that all of its queries see, including those past the last
+  KeyRange any;     // keys that any of the warp's queries sees
+  KeyRange common;  // keys that all of its queries see, including those past the last
 
   // `query_of(q)` returns the elements of query q, or null past the last; `keys_of(q)` the keys
   // that it sees.
   template <typename Query, typename Keys>
   __device__ __forceinline__ PrefillState(Query query_of, Keys keys_of, int lane) {
     any = {0x7fffffff, 0};
-    each = {0, 0x7fffffff};
+    common = {0, 0x7fffffff};
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const T* from = query_of(lane / 4 + 8 * e);
@@ -49,7 +49,7 @@ struct PrefillState {
       if (keys[e].begin < keys[e].end) {
         any = {min(any.begin, keys[e].begin), max(any.end, keys[e].end)};
       }
-      each = {max(each.begin, keys[e].begin), min(each.end, keys[e].end)};
+      common = {max(common.begin, keys[e].begin), min(common.end, keys[e].end)};
     }
 #pragma unroll
     for (int c = 0; c < DIM / 8; c++) {
@@ -62,8 +62,8 @@ struct PrefillState {
     for (int mask = 4; mask < 32; mask *= 2) {
       any.begin = min(any.begin, __shfl_xor_sync(0xffffffffu, any.begin, mask));
       any.end = max(any.end, __shfl_xor_sync(0xffffffffu, any.end, mask));
-      each.begin = max(each.begin, __shfl_xor_sync(0xffffffffu, each.begin, mask));
-      each.end = min(each.end, __shfl_xor_sync(0xffffffffu, each.end, mask));
+      common.begin = max(common.begin, __shfl_xor_sync(0xffffffffu, common.begin, mask));
+      common.end = min(common.end, __shfl_xor_sync(0xffffffffu, common.end, mask));
     }
   }
 
@@ -142,7 +142,7 @@ struct PrefillState {
         }
       }
     }
-    if (first < each.begin || first + TOKENS > each.end) {
+    if (first < common.begin || first + TOKENS > common.end) {
       int token = first + lane % 4 * 2;  // the lane's first column
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; n++) {

@@ -60,7 +60,7 @@ class Architecture:
     ignored: frozenset[str] = frozenset()
     is_wide: bool = False
 
-    def place(self, tensor: Tensor, meta: Metadata) -> Mapping[str, Content]:
+    def parameters_of(self, tensor: Tensor, meta: Metadata) -> Mapping[str, Content]:
         """Returns a tensor's parameters by mlx-lm's names; empty for one that is not a weight.
 
         Raises:
