@@ -8,11 +8,12 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,21 @@ def test_a_model_whose_parts_cannot_be_sent_is_refused(prepare, reason) -> None:
         assert engine._process.poll() is not None
 
     run(test())
+
+
+def test_an_option_that_cannot_be_sent_leaves_no_process(monkeypatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def noted(*given: Any, **options: Any) -> Any:
+        started.append(popen(*given, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        ProcessEngine.from_model(make_on_kernel=lambda: nullcontext(), **OPTIONS)
+    [process] = started
+    assert process.poll() is not None
 
 
 def test_a_canceled_request_expects_no_reply(remote, monkeypatch) -> None:

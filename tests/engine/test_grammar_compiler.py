@@ -436,6 +436,24 @@ def test_a_job_that_ends_as_a_pause_times_out(error: Exception | None) -> None:
         Jobs(1).wait(job, 1.0, lambda: refused)
 
 
+def test_a_job_without_a_thread_is_no_running_job(monkeypatch) -> None:
+    """It would count as one forever, and those behind it would wait forever."""
+    jobs, start = Jobs(1), threading.Thread.start
+    waiting: list[Job[int]] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        waiting.append(jobs.start(lambda: 2))
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        jobs.start(lambda: 1)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        waiting[0].future.result(0)
+    assert jobs.start(lambda: 3).future.result(300) == 3
+
+
 def test_many_new_grammars_at_once() -> None:
     """They wait for each other; none is refused."""
     compiler = make(timeout=300)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,6 +236,42 @@ def test_adapters_in_memory(tmp_path: Path, layers: Layers, targets: AdapterTarg
     config["lora_parameters"]["scale"] = 1.0
     (x / "adapter_config.json").write_text(json.dumps(config))
     assert get(x).layers[Q].b[0, 0] == first.layers[Q].b[0, 0]
+
+
+def test_paths_that_were_asked_for_are_not_remembered(
+    tmp_path: Path, layers: Layers, targets: AdapterTargets
+) -> None:
+    """Clients may name any number of them."""
+    store = AdapterStore(targets, max_rank=16, max_adapters=1)
+    for name in ("missing", "missing too"):
+        with pytest.raises(AdapterError):
+            _get(store, tmp_path / name)
+    _get(store, write_mlx(tmp_path / "x", layers))
+    assert not store._reading
+
+
+def test_an_adapter_is_read_once_for_all_that_wait_for_it(
+    tmp_path: Path, layers: Layers, targets: AdapterTargets, monkeypatch
+) -> None:
+    store = AdapterStore(targets, max_rank=16, max_adapters=1)
+    path, num_read, read = write_mlx(tmp_path / "x", layers), [], AdapterStore._read
+    both_wait = threading.Event()
+
+    def counted(self: AdapterStore, *given: Any) -> Adapter:
+        num_read.append(given)
+        assert both_wait.wait(300)
+        return read(self, *given)
+
+    monkeypatch.setattr(AdapterStore, "_read", counted)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(_get, store, path) for _ in range(2)]
+        deadline = time.monotonic() + 300
+        while not any(turn.num_threads == 2 for turn in list(store._reading.values())):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        both_wait.set()
+        assert found[0].result() is found[1].result()
+    assert len(num_read) == 1 and not store._reading
 
 
 def _get(store: AdapterStore, path: Path) -> Adapter:

@@ -81,17 +81,37 @@ class Jobs:
         self._running: set[Job[Any]] = set()
 
     def start(self, work: Callable[[], T]) -> Job[T]:
-        """Queues work, and starts it as soon as a thread is free."""
+        """Queues work, and starts it as soon as a thread is free.
+
+        Raises:
+            RuntimeError: The system has no more threads.
+        """
         job = Job(work)
         with self._lock:
             if len(self._running) == self._max_jobs:
                 self._waiting.append(job)
                 return job
             self._running.add(job)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(job,), name="mlx-paged-grammar", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except Exception as error:
+            self._drop_unstarted(job, error)
+            raise
         return job
+
+    def _drop_unstarted(self, job: Job[Any], error: Exception) -> None:
+        """Drops a job that has no thread, and fails those that wait if no other thread is left."""
+        stranded: list[Job[Any]] = []
+        with self._lock:
+            self._running.discard(job)
+            if not self._running:
+                stranded.extend(self._waiting)
+                self._waiting.clear()
+        for each in stranded:
+            each.future.set_exception(error)
 
     def _run(self, job: Job[Any] | None) -> None:
         while job is not None:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_paged.engine.lora.files import Adapter, Version, read_adapter, version_of
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.errors import AdapterError, InvalidParameterError
+from mlx_paged.formatting import format_size
 from mlx_paged.model.lora import AdapterTargets
 
 logger = logging.getLogger(__name__)
+
+
+class _Turn:
+    """Lets one thread at a time read an adapter.
+
+    Attributes:
+        num_threads: Threads that read it or wait to.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_threads = 0
 
 
 class AdapterStore:
@@ -33,7 +48,7 @@ class AdapterStore:
         self._max_rank = max_rank
         self._max_adapters = max_adapters
         self._lock = threading.Lock()
-        self._reading: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+        self._reading: dict[Path, _Turn] = {}
         self._adapters: OrderedDict[Path, tuple[Version, Adapter]] = OrderedDict()
 
     def get(self, request: LoRARequest) -> Adapter:
@@ -83,7 +98,7 @@ class AdapterStore:
 
     def _load(self, name: str, path: Path, known: tuple[Version, Adapter] | None) -> Adapter:
         """Reads an adapter, unless another thread has done so since `_find` returned `known`."""
-        with self._reading[path]:
+        with self._turn(path):
             found = self._find(path)
             if found is not known and found is not None and found[0] == version_of(path):
                 return found[1]
@@ -96,6 +111,20 @@ class AdapterStore:
                     self._adapters.popitem(last=False)
             return adapter
 
+    @contextlib.contextmanager
+    def _turn(self, path: Path) -> Iterator[None]:
+        with self._lock:
+            turn = self._reading.setdefault(path, _Turn())
+            turn.num_threads += 1
+        try:
+            with turn.lock:
+                yield
+        finally:
+            with self._lock:
+                turn.num_threads -= 1
+                if not turn.num_threads:
+                    del self._reading[path]
+
     def _read(self, name: str, path: Path, version: Version) -> Adapter:
         adapter = read_adapter(name, path, self._targets)
         if version_of(path) != version:
@@ -104,11 +133,11 @@ class AdapterStore:
             expected = f"at least {adapter.rank}, the rank of {str(path)!r},"
             raise InvalidParameterError("max_lora_rank", expected, self._max_rank)
         logger.info(
-            "adapter %r: rank %d, %d layers, %.1f MB",
+            "adapter %r: rank %d, %d layers, %s",
             name,
             adapter.rank,
             len(adapter.layers),
-            adapter.nbytes / 1e6,
+            format_size(adapter.nbytes),
         )
         return adapter
 

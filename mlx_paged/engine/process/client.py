@@ -100,8 +100,14 @@ class ProcessEngine:
         self._answers: dict[int, RemoteAnswer] = {}  # of unfinished requests, by number
         self._requests: dict[int, RemoteRequest] = {}  # by their first answer's number
         self._sleepers: list[Channel] = []  # readers to wake; only `_receive` uses it
-        self._pipe.send(prepare)
-        self._pipe.send(start)
+        try:
+            self._pipe.send(prepare)
+            self._pipe.send(start)
+        except BaseException:  # Not every option can be pickled. The child would wait for it.
+            self._pipe.close()
+            self._process.kill()
+            self._process.wait()
+            raise
         self._thread = threading.Thread(target=self._receive, name="mlx-paged-pipe", daemon=True)
         self._thread.start()
         self._exited = threading.Event()
