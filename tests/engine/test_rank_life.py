@@ -18,10 +18,11 @@ import pytest
 from support.models import embedded_twin
 from support.waiting import TIMEOUT
 
+from mlx_paged import private_folder
 from mlx_paged.core import StepBatch, StepResult
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.ranks import life
+from mlx_paged.engine.ranks import launch, life
 from mlx_paged.engine.ranks.channel import Channel
 from mlx_paged.engine.ranks.lead import Ranks, RanksExecutor
 from mlx_paged.engine.ranks.life import Follower, Followers, last_words
@@ -354,3 +355,23 @@ def test_a_fault_is_not_run_again_in_parts(
         with pytest.raises(EngineDeadError, match="rank 0 of 3 failed: RuntimeError: a device is"):
             engine.step()
     assert len(calls) == 1
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_others(monkeypatch) -> None:
+    others: list[Other] = []
+
+    def start_one(rank: int, *_: Any) -> Follower:
+        if others:
+            raise OSError("no more processes")
+        sleeping = "import time; time.sleep(300)"
+        others.append(Other(rank, subprocess.Popen([sys.executable, "-c", sleeping])))
+        return others[0].follower
+
+    monkeypatch.setattr(launch, "_start_one", start_one)
+    folders = set(private_folder._locks)
+    with pytest.raises(OSError, match="no more processes"):
+        launch.start(3, "tensor_parallel_size")
+    [other] = others
+    assert other.follower.process is not None and other.follower.process.poll() is not None
+    assert set(private_folder._locks) == folders  # nor the file of the ring's addresses
+    other.end()

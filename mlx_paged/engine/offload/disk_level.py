@@ -52,8 +52,8 @@ class DiskLevel:
         self._policy = WritePolicy(owner.groups, block_bytes, block_size, self._is_stored)
         # Blocks that wait to be written, oldest first.
         self._pending: OrderedDict[tuple[PrefixNode, int], None] = OrderedDict()
-        # Digest and group of blocks that are being copied.
-        self._copying: set[tuple[bytes, int]] = set()
+        # The buffers of blocks that are being copied, by digest and group.
+        self._copying: dict[tuple[bytes, int], Bytes] = {}
 
     # Finding.
 
@@ -146,13 +146,15 @@ class DiskLevel:
         digest, data = node.digest, self._buffers.take(self._block_bytes[group])
 
         def copied() -> None:
-            if (digest, group) in self._copying:  # else distrusted meanwhile
-                self._copying.remove((digest, group))
+            if self._copying.get((digest, group)) is data:
+                del self._copying[digest, group]
                 self._store.write(digest, group, data.data, lambda: self._buffers.give(data))
+            else:  # It was distrusted meanwhile, and another copy may be on its way.
+                self._buffers.give(data)
 
-        self._copying.add((digest, group))
+        self._copying[digest, group] = data
         if not self._copy_out(node, group, data, copied):
-            self._copying.remove((digest, group))
+            del self._copying[digest, group]
             self._buffers.give(data)
 
     def distrust(self) -> None:

@@ -150,13 +150,28 @@ def start(size: int, option: str) -> tuple[list[Follower], dict[str, str], str]:
     if platform.on_cpu and THREADS not in os.environ:
         # No effect on this process if it has already run kernels.
         os.environ[THREADS] = threads_of(size)
-    followers = []
-    for rank in range(1, size):
-        own = {**common, "MLX_RANK": str(rank)}
-        if platform.has_cuda:
-            own["CUDA_VISIBLE_DEVICES"] = devices[rank]
-        followers.append(_start_one(rank, own, backend))
+    followers: list[Follower] = []
+    try:
+        for rank in range(1, size):
+            own = {**common, "MLX_RANK": str(rank)}
+            if platform.has_cuda:
+                own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+            followers.append(_start_one(rank, own, backend))
+    except BaseException:
+        _end(followers)
+        remove_host_file(common)
+        raise
     return followers, {**common, "MLX_RANK": "0"}, backend
+
+
+def _end(followers: Sequence[Follower]) -> None:
+    """Ends processes that have not joined."""
+    for follower in followers:
+        follower.channel.close()
+        follower.life.close()
+        if follower.process is not None:
+            follower.process.kill()
+            follower.process.wait()
 
 
 def _start_one(rank: int, environment: Mapping[str, str], backend: str) -> Follower:
