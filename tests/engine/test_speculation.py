@@ -274,6 +274,29 @@ def test_drafts_never_come_from_another_tenant() -> None:
     assert again.num_accepted_drafts > first.num_accepted_drafts
 
 
+def test_a_drafter_that_fails_at_the_end_of_an_answer_ends_only_speculation(monkeypatch) -> None:
+    prompts, params = requests_of(21, 10)
+    expected = make().generate(prompts, params)
+    llm = make()
+    drafter = guess(llm, 0.8)
+    tell(drafter, expected)
+    num_calls = 0
+
+    def failing(*_: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError("no memory for the answer")
+
+    monkeypatch.setattr(drafter, "finish", failing)
+    outputs = llm.generate(prompts, params)
+    assert [[a.token_ids for a in o.outputs] for o in outputs] == [
+        [a.token_ids for a in o.outputs] for o in expected
+    ]
+    speculator = llm.engine._speculator
+    assert speculator is not None and not speculator.is_active
+    assert num_calls == 1 and llm.stats().num_recoveries == 0
+
+
 def test_an_exception_in_the_middle_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, params = requests_of(21, 10)
     expected = make().generate(prompts, params)

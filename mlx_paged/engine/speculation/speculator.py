@@ -489,12 +489,12 @@ class Speculator:
         self._call(self._drafter.observe, output, hidden)
         if not self.is_active:
             self._call(self._drafter.flush)
-        if self._is_broken:
-            return
         for seq, new_token_ids in zip(output.sequences, token_ids):
             if seq.is_finished and new_token_ids:
                 for drafter in self._drafters:
-                    drafter.finish(seq)
+                    self._call(drafter.finish, seq)
+        if self._is_broken:
+            return
         if self._costs is None:
             self.is_active = batch.num_seqs < self._max_rows
         if self._costs is None or False in batch.samples:
