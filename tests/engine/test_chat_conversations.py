@@ -13,6 +13,7 @@ from support.models import tiny_config, tiny_model
 from support.thinking import VOCAB_SIZE, tokenizer_with
 
 from mlx_paged import LLM
+from mlx_paged.engine.chat.acceptance import TemplateForms
 from mlx_paged.engine.chat.renderer import TemplateRefusal
 from mlx_paged.errors import InvalidParameterError
 from mlx_paged.model.loader import LoadedModel
@@ -67,6 +68,30 @@ def test_what_a_template_loses_is_told(caplog) -> None:
     with caplog.at_level(logging.WARNING, "mlx_paged"):
         llm.render_chats([{"role": "system", "content": "rule"}, {"role": "user", "content": "a"}])
     assert "system messages are the user's" in caplog.text
+
+
+def test_another_thread_may_empty_the_cache_of_forms_at_any_time() -> None:
+    class Emptied(dict[Any, Any]):
+        """Another thread finds it full right after each change or look."""
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            self.clear()
+
+        def __contains__(self, key: Any) -> bool:
+            found = super().__contains__(key)
+            self.clear()
+            return found
+
+    def render(messages: Any, _: Any) -> str:
+        return "|".join(f"{message['role']}:{message.get('content')}" for message in messages)
+
+    forms = TemplateForms(render)
+    messages = [{"role": "user", "content": "two"}]
+    assert forms.rendered(messages, (), render) == "user:two"
+    forms._choices = Emptied(forms._choices)
+    for _ in range(3):  # the first one finds the conversation
+        assert forms.rendered(messages, (), render) == "user:two"
 
 
 def test_what_no_form_of_a_conversation_is_taken_is_an_error_of_its_own() -> None:

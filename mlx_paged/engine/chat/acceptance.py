@@ -8,6 +8,7 @@ themselves and for what is dropped, are then applied to the conversation itself.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import heapq
 import itertools
@@ -45,8 +46,15 @@ _MAX_PERIOD = 6  # messages
 _REFUSED_LATER = 25  # cost, in units of `Rewrite.cost`
 
 
+class _Unknown(enum.Enum):
+    UNKNOWN = 0
+
+
+_UNKNOWN = _Unknown.UNKNOWN  # not in the cache, where None means that no form is accepted
+
+
 class TemplateForms:
-    """Rewrites conversations into forms that one chat template accepts.
+    """Rewrites conversations into forms that one chat template accepts. Any thread may call it.
 
     Args:
         render: The template.
@@ -153,22 +161,25 @@ class TemplateForms:
         short = _shortened(plain)
         shapes = repr(([_shape(message) for message in short], bool(tools), options))
         key = hashlib.sha256(shapes.encode(errors="replace")).digest()
-        if key not in self._choices:
-            small_tools = [TOOL] if tools else []
-            found = _cheapest(
-                Skeleton.of(short),
-                _continued(short),
-                self.spelling,
-                self._rewrites,
-                lambda form: render(form, small_tools),
-            )
-            choice = None
-            if found is not None:
-                choice = _Choice(found, self._lost(short, found, tools, render))
-            if len(self._choices) >= _MAX_SHAPES:
-                self._choices.clear()
-            self._choices[key] = choice
-        return self._choices[key]
+        # Looked up once: another thread may empty the cache at any time.
+        known = self._choices.get(key, _UNKNOWN)
+        if not isinstance(known, _Unknown):
+            return known
+        small_tools = [TOOL] if tools else []
+        found = _cheapest(
+            Skeleton.of(short),
+            _continued(short),
+            self.spelling,
+            self._rewrites,
+            lambda form: render(form, small_tools),
+        )
+        choice = None
+        if found is not None:
+            choice = _Choice(found, self._lost(short, found, tools, render))
+        if len(self._choices) >= _MAX_SHAPES:
+            self._choices.clear()
+        self._choices[key] = choice
+        return choice
 
     def _lost(
         self, plain: Messages, applied: Sequence[Rewrite], tools: Tools, render: Render

@@ -317,8 +317,8 @@ def last_words(life: socket.socket, error: BaseException) -> None:
 def _exit_if_hung(message: str) -> NoReturn:
     """Ends this process once its threads cannot run Python, or its interpreter exits, for long.
 
-    What rank 0 launched on a GPU may wait for the lost rank forever, and so does whoever waits for
-    that GPU.
+    Work that rank 0 launched on a GPU may wait for the lost rank forever, and a thread that waits
+    for that GPU hangs with it.
     """
     while True:
         runtime.exit_unless_extended(_HUNG_TIMEOUT, message)
