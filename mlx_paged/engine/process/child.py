@@ -114,10 +114,10 @@ class EngineProcess:
             try:
                 message = self._pipe.receive()
             except EOFError:
-                _leave()  # The server is gone, and a running step may take any time.
+                _end_process()  # The server is gone, and a running step may take any time.
             except Exception:  # Without this, the server's calls would wait forever.
                 logger.critical("a message of the server cannot be read", exc_info=True)
-                _leave()
+                _end_process()
             self._loop.call_soon_threadsafe(self._handle, message)
 
     # On the event loop.
@@ -167,7 +167,7 @@ class EngineProcess:
                 self._ended.set_result(None)
 
 
-def _leave() -> NoReturn:
+def _end_process() -> NoReturn:
     """Ends the process while its engine computes, which cannot be interrupted."""
     # Also ends progress bars. It may wait for a terminal that takes no output.
     closing = threading.Thread(target=logging.shutdown, daemon=True)
