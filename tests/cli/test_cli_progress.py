@@ -69,7 +69,7 @@ def test_an_engine_that_cannot_be_made_ends_it(monkeypatch) -> None:
     "leave",
     [
         "from mlx_paged.server.run import _leave",
-        "from mlx_paged.engine.process.child import _leave",
+        "from mlx_paged.engine.process.child import _end_process as _leave",
     ],
 )
 def test_a_process_that_ends_while_a_kernel_compiles_gives_the_cursor_back(leave: str) -> None:
