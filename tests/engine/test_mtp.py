@@ -24,6 +24,7 @@ from support.reference import ON_GPU
 
 from mlx_paged import LLM, SamplingParams
 from mlx_paged.engine.loading import load
+from mlx_paged.engine.speculation.chained_heads import ChainedHeadsDrafter
 from mlx_paged.errors import InvalidParameterError, ModelLoadError
 from mlx_paged.model.draft_heads.mtp import load_mtp
 from mlx_paged.model.draft_heads.mtp_formats import FORMATS, REFUSED
@@ -104,6 +105,27 @@ def test_a_head_for_each_draft(tmp_path: Path, oracle: Oracle) -> None:
     assert stats.num_preemptions > 0
     assert {len(draft.tokens) for _, _, draft in oracle.made} >= {1, 2, 3}
     llm.engine.check_integrity()
+
+
+def test_states_of_aborted_sequences_are_dropped(tmp_path: Path) -> None:
+    MtpReference(CASES["step3p5"], tmp_path)
+    engine = llm_of(tmp_path, drafts=True).engine
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], params)
+    speculator = engine._speculator
+    assert speculator is not None and isinstance(speculator._drafter, ChainedHeadsDrafter)
+    while not any(len(kept) == 2 for kept in speculator._drafter._kept):
+        assert engine.has_unfinished
+        engine.step()
+    engine.abort("a")
+    while engine.has_unfinished:
+        engine.step()
+    engine.add_request("c", [4, 5, 6], params)
+    for _ in range(3):
+        engine.step()
+    kept = {seq_id for each in speculator._drafter._kept for seq_id in each}
+    assert kept == {seq.seq_id for seq in engine.request_states()[0].request.sequences}
 
 
 def test_a_checkpoint_without_a_head_is_refused(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from mlx_paged.engine.speculation.rounds import DraftRounds, Member
 class _Kept(NamedTuple):
     """The states of one head at one position of a sequence, for the next head's next row."""
 
+    seq: CoreSequence
     position: int
     states: mx.array  # [num_kept, hidden_size], of a whole step
     row: int
@@ -98,11 +99,6 @@ class ChainedHeadsDrafter(HeadDrafter):
         #: For each head but the first, by seq_id.
         self._kept: list[dict[int, _Kept]] = [{} for _ in more]
 
-    def finish(self, seq: CoreSequence) -> None:
-        """See `Drafter`."""
-        for kept in self._kept:
-            kept.pop(seq.seq_id, None)
-
     def reset(self) -> None:
         """See `Drafter`."""
         super().reset()
@@ -115,6 +111,10 @@ class ChainedHeadsDrafter(HeadDrafter):
         rows, states = list(self._rows.values()), self._hidden
         self._rows, self._hidden = {}, None
         members: list[Member] = []
+        self._kept = [
+            {seq_id: each for seq_id, each in kept.items() if not each.seq.is_finished}
+            for kept in self._kept
+        ]
         if states is not None:
             members = self._members(rows, wanted)
             chains = [
@@ -161,11 +161,11 @@ class ChainedHeadsDrafter(HeadDrafter):
     def _keep(self, number: int, chains: Sequence[_Chain], states: mx.array) -> None:
         """Keeps the states before the first row of a head's next step."""
         indices: list[int] = []
-        found: dict[int, tuple[int, int]] = {}
+        found: list[tuple[CoreSequence, int]] = []  # with the position, in the order of `indices`
         for chain in chains:
             position = chain.known.end - number
             if position >= chain.first and not chain.known.seq.is_finished:
-                found[chain.known.seq.seq_id] = position, len(indices)
+                found.append((chain.known.seq, position))
                 indices.append(chain.row + position - chain.first)
         if not indices:
             return
@@ -173,8 +173,8 @@ class ChainedHeadsDrafter(HeadDrafter):
         own = states[rows]
         # Evaluated before the blocks that it was computed from change.
         mx.async_eval(own)  # type: ignore[no-untyped-call]
-        for seq_id, (position, row) in found.items():
-            self._kept[number - 1][seq_id] = _Kept(position, own, row)
+        for row, (seq, position) in enumerate(found):
+            self._kept[number - 1][seq.seq_id] = _Kept(seq, position, own, row)
 
 
 def _features(running: Sequence[tuple[_Chain, Member, _Kept | None]], states: mx.array) -> mx.array:
