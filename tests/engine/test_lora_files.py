@@ -21,6 +21,7 @@ from support.family_configs import config_of
 from support.models import tiny_config, tiny_model
 from support.parity import family_model
 
+from mlx_paged.engine.lora import files
 from mlx_paged.engine.lora.files import Adapter, read_adapter
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.lora.store import AdapterStore
@@ -121,6 +122,8 @@ def test_configs_of_mlx_lm(
         ({"lora_alpha": None}, "lora_alpha must be a number but got None"),
         ({"lora_alpha": True}, "lora_alpha must be a number but got True"),
         ({"r": 8}, r"the rank of 'model.layers.0.self_attn.q_proj' must be r \(8\) but got 4"),
+        ({"rank_pattern": [4]}, r"rank_pattern must be an object of patterns but got \[4\]"),
+        ({"alpha_pattern": {"(": 4}}, r"alpha_pattern must be an object of regular expressions \("),
     ],
 )
 def test_configs_of_peft(
@@ -145,6 +148,7 @@ LAYER = r"the layer 'model.layers.1.self_attn.q_proj'"
             "64 inputs and 64 outputs, but got ranks 4 and 4, 32 inputs and 64 outputs",
         ),
         ({f"{Q}.lora_a": (64, 4), f"{Q}.lora_b": (3, 64)}, "but got ranks 4 and 3"),
+        ({f"{Q}.lora_a": (64, 0), f"{Q}.lora_b": (0, 64)}, "rank above 0, .* got ranks 0 and 0"),
         ({"lm_head.lora_a": (64, 4), "lm_head.lora_b": (4, 96)}, "but got the output projection"),
         (
             {"model.embed_tokens.lora_a": (96, 4), "model.embed_tokens.lora_b": (4, 64)},
@@ -236,6 +240,19 @@ def test_adapters_in_memory(tmp_path: Path, layers: Layers, targets: AdapterTarg
     config["lora_parameters"]["scale"] = 1.0
     (x / "adapter_config.json").write_text(json.dumps(config))
     assert get(x).layers[Q].b[0, 0] == first.layers[Q].b[0, 0]
+
+
+def test_files_that_vanish_while_they_are_looked_at_leave_the_previous_version(
+    tmp_path: Path, layers: Layers, targets: AdapterTargets, monkeypatch
+) -> None:
+    store = AdapterStore(targets, max_rank=16, max_adapters=2)
+    path = write_mlx(tmp_path / "x", layers)
+    known = _get(store, path)
+    gone = path / "gone"
+    monkeypatch.setattr(files, "_files_of", lambda path: (gone, gone))
+    assert _get(store, path) is known
+    with pytest.raises(AdapterError, match=r"its files cannot be read: .*No such file"):
+        _get(store, tmp_path / "y")
 
 
 def test_paths_that_were_asked_for_are_not_remembered(

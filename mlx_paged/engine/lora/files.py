@@ -76,9 +76,12 @@ def version_of(path: Path) -> Version:
         AdapterError: Files are missing.
     """
     found = []
-    for file in _files_of(path):
-        stat = file.stat()
-        found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    try:
+        for file in _files_of(path):
+            stat = file.stat()
+            found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    except OSError as error:  # Another process may be replacing them.
+        raise _unreadable(path, error) from error
     return Version(tuple(found))
 
 
@@ -88,13 +91,15 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
     Raises:
         AdapterError: Files are missing or damaged, or the kind of adapter is not supported.
     """
-    config_file, weights_file = _files_of(path)
     try:
+        config_file, weights_file = _files_of(path)
         config_bytes, weights_bytes = config_file.read_bytes(), weights_file.read_bytes()
         config = json.loads(config_bytes)
         tensors = {key: _values(value) for key, value in deserialize(weights_bytes)}  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, SafetensorError) as error:
-        raise AdapterError(str(path), f"its files cannot be read: {error}") from error
+    except AdapterError:
+        raise
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
     if not isinstance(config, dict):
         raise AdapterError(str(path), f"{_CONFIG} must be a JSON object but got {config!r}")
     reader = _MlxReader if weights_file.name == _MLX_WEIGHTS else _PeftReader
@@ -105,11 +110,16 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
     return Adapter(name, digest.hexdigest(), rank, layers)
 
 
+def _unreadable(path: Path, error: Exception) -> AdapterError:
+    return AdapterError(str(path), f"its files cannot be read: {error}")
+
+
 def _files_of(path: Path) -> tuple[Path, Path]:
     """Returns the paths of an adapter's config and weights.
 
     Raises:
         AdapterError: A file or the directory is missing.
+        OSError: The directory cannot be read.
     """
     if not path.is_dir():
         raise AdapterError(str(path), "there is no such directory", is_missing=True)
@@ -248,8 +258,8 @@ class _Reader:
         else:
             b = b.T
         rank, (width, out_features) = len(a), self.targets.linear[path]
-        if a.shape != (rank, width) or b.shape != (rank, out_features):
-            expected = f"of equal rank, with {width} inputs and {out_features} outputs,"
+        if not rank or a.shape != (rank, width) or b.shape != (rank, out_features):
+            expected = f"of equal rank above 0, with {width} inputs and {out_features} outputs,"
             given = f"ranks {rank} and {len(b)}, {a.shape[1]} inputs and {b.shape[1]} outputs"
             raise self.error(f"the tensors of {layer!r}", expected, given)
         scale = np.float32(self.scale_of(layer, rank))
@@ -311,7 +321,15 @@ class _PeftReader(_Reader):
 
     def _of_layer(self, patterns: str, default: str, layer: str) -> float:
         """Returns a layer's value: the first pattern matching the end of its path, as in PEFT."""
-        for pattern, value in (self.config.get(patterns) or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+        by_pattern = self.config.get(patterns) or {}
+        if not isinstance(by_pattern, dict):
+            raise self.error(patterns, "an object of patterns", repr(by_pattern))
+        for pattern, value in by_pattern.items():
+            try:
+                matches = re.fullmatch(rf"(.*\.)?({pattern})", layer)
+            except re.error as error:
+                expected = f"an object of regular expressions ({error})"
+                raise self.error(patterns, expected, repr(pattern)) from error
+            if matches:
                 return self.number(f"{patterns}[{pattern!r}]", value)
         return self.number(default, self.config.get(default))

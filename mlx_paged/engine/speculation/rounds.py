@@ -269,7 +269,7 @@ def edited_logits(logits: mx.array, settings: SamplingMetadata, masks: SequenceM
 def _features_after(
     launched: LaunchedStep, members: list[Member], continuing: list[Member]
 ) -> mx.array:
-    """``[len(going_on), hidden_size]``: the states of the last row of each sequence in a round."""
+    """``[len(continuing), hidden_size]``: the states of each sequence's last row in a round."""
     assert launched.hidden is not None
     ends = np.cumsum(np.frombuffer(launched.batch.query_lens, dtype=np.int64))
     last = {id(member): end - 1 for member, end in zip(members, ends.tolist())}
