@@ -519,7 +519,7 @@ def _with_index(first: tuple[Piece, ...], second: tuple[Piece, ...]) -> tuple[Pi
         for x, y in zip(*parts, strict=True):
             if x == y:
                 pieces.append(x)
-            elif x.isdigit() and y.isdigit() and int(y) == int(x) + 1:
+            elif x.isdecimal() and y.isdecimal() and int(y) == int(x) + 1:
                 pieces.append(Hole.INDEX)
             else:
                 raise NotDerived("it renders two calls in different ways")

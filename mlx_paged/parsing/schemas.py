@@ -18,12 +18,22 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)(\.0+)?")
 _LENIENT_INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _LENIENT_DECIMAL = re.compile(r"([+-]?)(?=\.?[0-9])0*([0-9]*)\.([0-9]*)")
+# Digits of other scripts are none, and Python refuses to read thousands of them.
+_INDEX = re.compile("0|[1-9][0-9]{0,8}")
 _MAX_REFERENCES = 64
 # Maximum subschemas to visit: with references, a small schema can have any number of them.
 _MAX_PARTS = 1 << 12
 #: Names under which models put all arguments.
 WRAPPERS = ("arguments", "input")
 _MAX_NULL_LENGTH = 16  # characters, with space around it
+
+
+def pointer_index(part: str, target: Any) -> int | None:
+    """Returns the index that a part of a JSON pointer has in a list; None if it has none."""
+    if not isinstance(target, list) or _INDEX.fullmatch(part) is None:
+        return None
+    index = int(part)
+    return index if index < len(target) else None
 
 
 def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
@@ -37,10 +47,9 @@ def resolved(schema: Schema, root: Mapping[str, Any]) -> Schema:
             part = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, Mapping):
                 target = target.get(part, True)
-            elif isinstance(target, list) and part.isdigit() and int(part) < len(target):
-                target = target[int(part)]
             else:
-                target = True
+                index = pointer_index(part, target)
+                target = True if index is None else target[index]
         beside = {key: value for key, value in schema.items() if key != "$ref"}
         schema = {**target, **beside} if isinstance(target, Mapping) else beside or bool(target)
     return True

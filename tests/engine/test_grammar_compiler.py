@@ -253,6 +253,8 @@ def test_errors_name_the_keyword_and_its_path(
         ({"if": {"const": 1}, "then": {"const": 1}}, ["if", "then"]),
         ({"propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
         ({"contains": {"const": 1}, "uniqueItems": True}, ["contains", "uniqueItems"]),
+        ({"anyOf": [{"$ref": "#/anyOf/²"}]}, ["anyOf"]),
+        ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}]}, ["anyOf"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_enforced_is_relaxed_and_said(

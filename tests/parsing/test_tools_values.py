@@ -15,7 +15,7 @@ from mlx_paged.parsing.events import CallArguments, CallBegin, CallEnd, ContentT
 from mlx_paged.parsing.json_calls import JsonCalls
 from mlx_paged.parsing.json_value import JsonValue
 from mlx_paged.parsing.python_calls import PythonCalls, PythonString
-from mlx_paged.parsing.schemas import ArgumentsWriter, Parameter, properties_of
+from mlx_paged.parsing.schemas import ArgumentsWriter, Parameter, properties_of, resolved
 
 JSON = st.recursive(
     st.none()
@@ -288,3 +288,12 @@ def test_long_arguments_are_looked_at_once(make: Any, size: int) -> None:
     assert Counted.looked < 4 * given
     arguments = "".join(event.text for event in out if isinstance(event, CallArguments))
     assert json.loads(arguments) == {"a": text, "b": [text[:99]]}
+
+
+@pytest.mark.parametrize("index", ["²", "٣", "9" * 5000, "2", "-1", "01", ""])
+def test_a_reference_to_no_element_of_a_list_dangles(index: str) -> None:
+    root = {"anyOf": [{"type": "null"}, {"type": "string"}]}
+    assert resolved({"$ref": "#/anyOf/1"}, root) == {"type": "string"}
+    assert resolved({"$ref": f"#/anyOf/x/{index}"}, root) is True
+    if index:
+        assert resolved({"$ref": f"#/anyOf/{index}"}, root) is True

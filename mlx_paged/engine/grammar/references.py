@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_paged.engine.grammar.subschemas import Schema, mapped, subschemas
+from mlx_paged.parsing.schemas import pointer_index
 
 _PROCESSING = re.compile(r"Unsatisfiable schema.*?while processing json-schema:///(\S*)", re.S)
 _STRUCTURES = {"array", "object"}
@@ -58,10 +59,11 @@ def _target(schema: Any, pointer: str) -> Any:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict) and part in schema:
             schema = schema[part]
-        elif isinstance(schema, list) and part.isdigit() and int(part) < len(schema):
-            schema = schema[int(part)]
         else:
-            return None
+            index = pointer_index(part, schema)
+            if index is None:
+                return None
+            schema = schema[index]
     return None if pointer not in ("#", "") and not pointer.startswith("#/") else schema
 
 
