@@ -136,7 +136,9 @@ constexpr int quantized_wgmma_tiles(int bits) {
   return bits == 4 || bits == 8 ? 16 : kQuantizedStreamTiles;
 }
 
-// Rows per expert from which on rows that are sorted by expert form items of the maximum tiles.
+// Rows per expert, on average, from which on gathering them for warpgroup products pays, and from
+// which on items have the maximum tiles.
+constexpr int kSortedExpertRows = 8;
 constexpr int kManyExpertRows = 96;
 
 // Tiles of the kernels for experts: one or this many.

@@ -113,8 +113,9 @@ struct MixtureStep {
   int items;         // [num_pairs, 3] int32, the last ones unused
   // Gates and ups of all experts, weights [num_experts, n, k]; out in sorted order.
   ProductStep gated;
-  ProductStep down;  // x in sorted order, out by pair
-  int out;           // [num_rows, n]
+  ProductStep down;   // x in sorted order, out by pair
+  int out;            // [num_rows, n]
+  int gathered = -1;  // rows of x in sorted order, [num_pairs, k]; only where kernels may need it
 
   int num_pairs() const { return route.num_rows * route.top_k; }
 };

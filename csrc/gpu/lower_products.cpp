@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "../cuda/quantized_shape.h"
 #include "lowering.h"
 
 namespace mlx_paged {
@@ -134,6 +135,9 @@ void GpuLowering::lower_experts(const GraphNode& node) {
   require(x.rows() == rows, "experts of other rows");
   View gated{};
   step.gated = expert_products({experts.gate, experts.up}, x, step.num_pairs(), gated);
+  if (step.gated.codes && step.num_pairs() >= cuda::kSortedExpertRows * num_experts) {
+    step.gathered = operand(new_buffer({step.num_pairs(), step.gated.k}, dtype));
+  }
   View down{};
   step.down = expert_products({experts.down}, gated, step.num_pairs(), down);
   require(

@@ -34,13 +34,23 @@ class Launches {
       }
     }
     route_ = step.route;
+    if (by_stream && step.gathered >= 0) {
+      auto gated = sorted_product(step.gated);
+      auto down = sorted_product(step.down);
+      if (cuda::serves_sorted(gated, tma) && cuda::serves_sorted(down, tma) &&
+          item_rows_of(gated) == item_rows_of(down)) {
+        sorted_ = {std::move(gated), std::move(down)};
+      }
+    }
     if (by_stream) {
       tiles_ = cuda::expert_tiles(route_.num_rows, route_.top_k, route_.num_experts);
       if (step.down.codes) {
         tiles_ = cuda::quantized_expert_tiles(*tiles_);
       }
     }
-    route_.item_rows = tiles_ ? 8 * *tiles_ : product_rows_of(route_.num_rows);
+    route_.item_rows = sorted_  ? item_rows_of(sorted_->gated)
+                       : tiles_ ? 8 * *tiles_
+                                : product_rows_of(route_.num_rows);
     // Each chosen expert has at most one item that is not full.
     int max_experts = std::min(step.num_pairs(), route_.num_experts);
     route_.max_items =
@@ -49,13 +59,59 @@ class Launches {
 
   std::vector<Launch> all() {
     add_route();
-    add_products(step_.gated, true);
-    add_products(step_.down, false);
+    if (sorted_) {
+      add_sorted();
+    } else {
+      add_products(step_.gated, true);
+      add_products(step_.down, false);
+    }
     add_sum();
     return std::move(all_);
   }
 
  private:
+  // Products of gathered rows.
+  struct Sorted {
+    cuda::SortedProduct gated;
+    cuda::SortedProduct down;
+  };
+
+  cuda::SortedProduct sorted_product(const ProductStep& products) const {
+    cuda::SortedProduct sorted{};
+    sorted.num_rows = step_.num_pairs();
+    sorted.num_experts = step_.route.num_experts;
+    sorted.n = products.parts[0].n;
+    sorted.k = products.k;
+    sorted.dtype = products.dtype;
+    sorted.codes = *products.codes;
+    for (const auto& part : products.parts) {
+      sorted.parts.push_back(
+          {part.weight, part.scales, part.biases >= 0 ? part.biases : part.scales, part.bias});
+    }
+    sorted.out = products.parts[0].out;
+    sorted.items = step_.items;
+    sorted.x_is_ordered = true;
+    return sorted;
+  }
+
+  static int item_rows_of(const cuda::SortedProduct& product) {
+    return cuda::SortedItems::of(product).item_rows;
+  }
+
+  void add_sorted() {
+    auto& [gated, down] = *sorted_;
+    gated.x = step_.gathered;
+    gated.out_order = cuda::order_of_sorted(down.codes);
+    down.x = gated.out;
+    down.pairs = step_.sorted_pairs;
+    all_.push_back(
+        cuda::sorted_rows_launch(
+            {step_.num_pairs(), route_.top_k, gated.k, step_.gated.x_stride},
+            cuda::order_of_sorted(gated.codes), step_.gated.x, step_.sorted_pairs, step_.gathered));
+    all_.push_back(cuda::sorted_launch(gated));
+    all_.push_back(cuda::sorted_launch(down));
+  }
+
   void add_route() {
     Launch launch = kernel("route_experts");
     bind(launch, step_.logits, Access::read);
@@ -130,6 +186,7 @@ class Launches {
   const std::vector<StepOperand>& operands_;
   DType dtype_;
   paged::RouteParams route_;
+  std::optional<Sorted> sorted_;
   std::optional<int> tiles_;  // of eight pairs, for NVIDIA's kernels; empty: the portable kernels
   std::vector<Launch> all_;
 };

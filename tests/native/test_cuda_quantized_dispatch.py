@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from support.mixtures import Experts
 from support.simulated import needs_sim_extension, sim_ext, simulated
 
 from mlx_paged import executables, ops
@@ -162,6 +163,41 @@ def test_sorted_rows_that_no_kernel_serves() -> None:
     # Rows of scales that are neither multiples of 16 bytes nor short, or in parts of tiles.
     assert sorted_launches(4096, 768, 1664) is None
     assert sorted_launches(4096, 100, 768) is None
+
+
+STREAMS = 2 * ["expert_quantized_stream_bfloat16_affine_4_64_4"]
+
+
+def gathered(tiles: int) -> list[str]:
+    return ["sorted_rows_64_4", *2 * [f"expert_quantized_wgmma_bfloat16_affine_4_64_{tiles}"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tma", "kernels"),
+    [
+        (31, "wgmma", STREAMS),
+        (32, "any", STREAMS),
+        (32, "wgmma", gathered(8)),
+        (512, "wgmma", gathered(16)),
+    ],
+)
+def test_a_mixture_of_many_rows_gathers_them(
+    rng: np.random.Generator, rows: int, tma: str, kernels: list[str]
+) -> None:
+    """From eight pairs per expert on."""
+    experts = Experts(rng, 8, 512, 512, mx.bfloat16, form=("affine", 4, 64))
+    with simulated():
+        inputs = executables.placeholders(
+            [mx.zeros((rows, 1, 512), mx.bfloat16), mx.zeros((rows, 1, 8), mx.bfloat16)]
+        )
+        built = experts.build(*inputs, "normalized", 2)
+        launches = sim_ext.cuda_executable_launches(inputs, [built], tma=tma)
+    route, *products, combine = launches
+    assert route["kernel"] == "route_experts_bfloat16"
+    assert combine["kernel"] == "combine_experts_bfloat16"
+    assert [launch["kernel"] for launch in products] == kernels
+    item_rows = np.frombuffer(route["constants"], np.int32).tolist()
+    assert 8 * int(kernels[-1].rpartition("_")[2]) in item_rows
 
 
 def test_no_block_has_rows_of_two_weights() -> None:
