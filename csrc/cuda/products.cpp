@@ -446,8 +446,11 @@ CodeOrder order_of_sorted(const WeightCodes& codes) {
 
 // Most experts have one item that is not full, so large ones only help where they have many rows.
 SortedItems SortedItems::of(const SortedProduct& product) {
+  const bool is_few = product.num_rows <= kFewExpertRows * product.num_experts;
   const bool is_wide = product.num_rows > kManyExpertRows * product.num_experts;
-  const int tiles = is_wide ? quantized_wgmma_tiles(product.codes.bits) : kQuantizedStreamTiles;
+  const int tiles = is_wide  ? quantized_wgmma_tiles(product.codes.bits)
+                    : is_few ? kQuantizedExpertTiles
+                             : kQuantizedStreamTiles;
   return {product.num_rows, product.num_experts, 8 * tiles};
 }
 

@@ -141,6 +141,10 @@ constexpr int quantized_wgmma_tiles(int bits) {
 constexpr int kSortedExpertRows = 8;
 constexpr int kManyExpertRows = 96;
 
+// Rows per expert up to which items have kQuantizedExpertTiles tiles: a stage of the ring has less
+// of x, which few rows need, so more stages fit.
+constexpr int kFewExpertRows = 20;
+
 // Tiles of the kernels for experts: one or this many.
 constexpr int kQuantizedExpertTiles = 4;
 

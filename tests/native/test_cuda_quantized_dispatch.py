@@ -138,10 +138,11 @@ def sorted_launches(rows: int, n: int, k: int, **options: Any) -> list[dict[str,
         (65_536, 2048, 768, {}, "whole_wgmma_bfloat16_affine_4_64_16", 640 * 16),
         (65_536, 768, 2048, {"is_gated": True}, "wgmma_bfloat16_affine_4_64_16", 640 * 12),
         (8192, 768, 2048, {}, "wgmma_bfloat16_affine_4_64_8", 256 * 6),
-        (64, 768, 2048, {}, "wgmma_bfloat16_affine_4_64_8", 64 * 6),
+        (2048, 2048, 768, {}, "whole_wgmma_bfloat16_affine_4_64_4", (128 + 64) * 16),
+        (64, 768, 2048, {}, "wgmma_bfloat16_affine_4_64_4", 64 * 6),
         (65_536, 768, 2048, {"bits": 3}, "wgmma_bfloat16_affine_3_64_8", (128 + 1024) * 6),
         (100, 100, 512, {"mode": "mxfp4", "group_size": 32, "dtype": "float16"},
-         "wgmma_float16_mxfp4_4_32_8", 100),
+         "wgmma_float16_mxfp4_4_32_4", 100),
     ],
 )  # fmt: skip
 def test_products_of_sorted_rows(
@@ -177,7 +178,8 @@ def gathered(tiles: int) -> list[str]:
     [
         (31, "wgmma", STREAMS),
         (32, "any", STREAMS),
-        (32, "wgmma", gathered(8)),
+        (32, "wgmma", gathered(4)),
+        (128, "wgmma", gathered(8)),
         (512, "wgmma", gathered(16)),
     ],
 )

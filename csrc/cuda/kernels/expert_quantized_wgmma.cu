@@ -20,6 +20,7 @@ using namespace mlx_paged::cuda;
 #define MANY_ROWS(dtype, type, format, bits, group)
 #endif
 #define TILES(dtype, type, format, bits, group) \
+  WGMMA(dtype, type, format, bits, group, 4)    \
   WGMMA(dtype, type, format, bits, group, 8)    \
   MANY_ROWS(dtype, type, format, bits, group)
 
