@@ -19,12 +19,43 @@ using namespace metal;
 
 namespace paged {
 
-// Largest key so far and its index. Of equal keys, keeps the last or the first.
-struct LargestKey {
-  uint key;
-  int index;
+// Maps a float to a key with the same order, above 0.
+METAL_FUNC uint sort_key(float value) {
+  uint bits = as_type<uint>(value);
+  uint key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  return max(key, 1u);
+}
 
-  METAL_FUNC void see(uint other, int other_index, bool prefers_last) thread {
+// Keys of a lane's experts, number `lane` + 32 i: the order of their values. Of equal ones, the
+// last or the first is the largest.
+template <typename T>
+struct ExpertKeys {
+  uint keys[ROUTE_CHUNKS];  // 0: taken, or no such expert
+
+  METAL_FUNC void set(int i, float value, int, bool) thread { keys[i] = sort_key(value); }
+
+  // Takes the largest of all lanes' experts and returns its number.
+  METAL_FUNC int take(int lane, bool prefers_last) thread {
+    uint key = 0u;
+    int index = 0;
+    PAGED_UNROLL
+    for (int i = 0; i < ROUTE_CHUNKS; i++) {
+      see(keys[i], lane + 32 * i, prefers_last, key, index);
+    }
+    PAGED_UNROLL
+    for (ushort offset = 16; offset > 0; offset /= 2) {
+      uint other = simd_shuffle_xor(key, offset);
+      see(other, simd_shuffle_xor(index, offset), prefers_last, key, index);
+    }
+    PAGED_UNROLL
+    for (int i = 0; i < ROUTE_CHUNKS; i++) {
+      keys[i] = lane + 32 * i == index ? 0u : keys[i];
+    }
+    return index;
+  }
+
+  METAL_FUNC void see(
+      uint other, int other_index, bool prefers_last, thread uint& key, thread int& index) thread {
     bool is_later = other_index > index;
     if (other > key || (other == key && is_later == prefers_last)) {
       key = other;
@@ -33,12 +64,37 @@ struct LargestKey {
   }
 };
 
-// Maps a float to a key with the same order, above 0.
-METAL_FUNC uint sort_key(float value) {
-  uint bits = as_type<uint>(value);
-  uint key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return max(key, 1u);
-}
+// Values of 16 bits leave the lower bits of their keys for the experts' numbers, so that one
+// instruction finds the largest.
+struct ExpertKeysOf16Bits {
+  enum : uint { NUMBERS = 0x1fff };
+  uint keys[ROUTE_CHUNKS];
+
+  METAL_FUNC void set(int i, float value, int lane, bool prefers_last) thread {
+    uint number = uint(lane + 32 * i);
+    uint key = max(sort_key(value) & ~NUMBERS, NUMBERS + 1u);
+    keys[i] = key | (prefers_last ? number : NUMBERS - number);
+  }
+
+  METAL_FUNC int take(int, bool prefers_last) thread {
+    uint largest = 0u;
+    PAGED_UNROLL
+    for (int i = 0; i < ROUTE_CHUNKS; i++) {
+      largest = max(largest, keys[i]);
+    }
+    largest = simd_max(largest);
+    PAGED_UNROLL
+    for (int i = 0; i < ROUTE_CHUNKS; i++) {
+      keys[i] = keys[i] == largest ? 0u : keys[i];
+    }
+    uint number = largest & NUMBERS;
+    return int(prefers_last ? number : NUMBERS - number);
+  }
+};
+template <>
+struct ExpertKeys<half> : ExpertKeysOf16Bits {};
+template <>
+struct ExpertKeys<bfloat> : ExpertKeysOf16Bits {};
 
 }  // namespace paged
 
@@ -60,8 +116,15 @@ route_experts(
   int top_k = params.top_k;
   int num_pairs = params.num_rows * top_k;
   int num_fours = (num_pairs + 3) / 4;
-  // For each expert, the number of pairs in the lower half and the number of items in the upper.
-  threadgroup int* totals = experts + 4 * num_fours;
+  // Threads count the pairs of an expert in segments of all pairs.
+  int num_segments = max(threads / params.num_experts, 1);
+  int num_counts = num_segments * params.num_experts;
+  int segment_fours = (num_fours + num_segments - 1) / num_segments;
+  threadgroup int* counts = experts + 4 * num_fours;  // [segment][expert]
+  // For each expert, the number of pairs in the lower half and the number of items in the upper,
+  // then those of all experts before it.
+  threadgroup int* totals = counts + num_counts;
+  threadgroup int* firsts = totals + params.num_experts;
   if (int(thread_id) < 4 * num_fours - num_pairs) {
     experts[num_pairs + int(thread_id)] = 0x7fffffff;  // sorts after all others
   }
@@ -89,36 +152,26 @@ route_experts(
         values[i] = rounded<T>(values[i] * factor);
       }
     }
-    uint keys[ROUTE_CHUNKS];  // 0: already chosen, or no such expert
+    ExpertKeys<T> keys;
     PAGED_UNROLL
     for (int i = 0; i < ROUTE_CHUNKS; i++) {
-      keys[i] = int(lane) + 32 * i < params.num_experts ? sort_key(values[i]) : 0u;
+      keys.keys[i] = 0u;
+      if (int(lane) + 32 * i < params.num_experts) {
+        keys.set(i, values[i], int(lane), params.takes_last);
+      }
     }
     int expert = 0;  // of the lane's pair
     float score = 0.0f;
     for (int pair = 0; pair < top_k; pair++) {
-      LargestKey best{0u, 0};
-      PAGED_UNROLL
-      for (int i = 0; i < ROUTE_CHUNKS; i++) {
-        best.see(keys[i], int(lane) + 32 * i, params.takes_last);
-      }
-      PAGED_UNROLL
-      for (ushort offset = 16; offset > 0; offset /= 2) {
-        best.see(
-            simd_shuffle_xor(best.key, offset), simd_shuffle_xor(best.index, offset),
-            params.takes_last);
-      }
+      int best = keys.take(int(lane), params.takes_last);
       float value = 0.0f;
       PAGED_UNROLL
       for (int i = 0; i < ROUTE_CHUNKS; i++) {
-        if (int(lane) + 32 * i == best.index) {
-          value = values[i];
-          keys[i] = 0u;
-        }
+        value = int(lane) + 32 * i == best ? values[i] : value;
       }
-      value = simd_shuffle(value, ushort(best.index % 32));
+      value = simd_shuffle(value, ushort(best % 32));
       if (int(lane) == (params.takes_last ? top_k - 1 - pair : pair)) {
-        expert = best.index;
+        expert = best;
         score = value;
       }
     }
@@ -137,23 +190,32 @@ route_experts(
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // Each thread counts the pairs of its experts.
-  for (int expert = int(thread_id); expert < params.num_experts; expert += threads) {
+  for (int i = int(thread_id); i < num_counts; i += threads) {
+    int expert = i % params.num_experts;
+    int first = i / params.num_experts * segment_fours;
     int count = 0;
-    for (int f = 0; f < num_fours; f++) {
+    for (int f = first; f < min(first + segment_fours, num_fours); f++) {
       int4 four = ((threadgroup const int4*)experts)[f];
       count += (four.x == expert) + (four.y == expert) + (four.z == expert) + (four.w == expert);
+    }
+    counts[i] = count;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int expert = int(thread_id); expert < params.num_experts; expert += threads) {
+    int count = 0;
+    for (int segment = 0; segment < num_segments; segment++) {
+      count += counts[segment * params.num_experts + expert];
     }
     int num_items = (count + params.item_rows - 1) / params.item_rows;
     totals[expert] = count | num_items << 16;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  // They lie behind those of all experts before it, in the order of rows.
   for (int expert = int(thread_id); expert < params.num_experts; expert += threads) {
     int before = 0;
     for (int other = 0; other < expert; other++) {
       before += totals[other];
     }
+    firsts[expert] = before;
     int index = before & 0xffff;
     int item = before >> 16;
     int count = totals[expert] & 0xffff;
@@ -163,7 +225,23 @@ route_experts(
       items[3 * item + 2] = min(count - i, params.item_rows);
       item++;
     }
-    for (int f = 0; count > 0 && f < num_fours; f++) {
+    if (expert == params.num_experts - 1) {
+      for (; item < params.max_items; item++) {
+        items[3 * item + 2] = 0;
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  // An expert's pairs lie behind those of all experts before it, in the order of rows.
+  for (int i = int(thread_id); i < num_counts; i += threads) {
+    int expert = i % params.num_experts;
+    int segment = i / params.num_experts;
+    int index = firsts[expert] & 0xffff;
+    for (int other = 0; other < segment; other++) {
+      index += counts[other * params.num_experts + expert];
+    }
+    int first = segment * segment_fours;
+    for (int f = first; counts[i] > 0 && f < min(first + segment_fours, num_fours); f++) {
       int4 four = ((threadgroup const int4*)experts)[f];
       int others[4] = {four.x, four.y, four.z, four.w};
       PAGED_UNROLL
@@ -172,11 +250,6 @@ route_experts(
           sorted_pairs[index] = 4 * f + e;
           index++;
         }
-      }
-    }
-    if (expert == params.num_experts - 1) {
-      for (; item < params.max_items; item++) {
-        items[3 * item + 2] = 0;
       }
     }
   }

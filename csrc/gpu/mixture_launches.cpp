@@ -124,8 +124,10 @@ class Launches {
     int num_threads = std::max(32 * route_.num_rows, route_.num_experts);
     launch.threadgroup = {
         std::min<uint32_t>(paged::ROUTE_THREADS, 32 * div_up(num_threads, 32)), 1, 1};
-    int fours = int(div_up(step_.num_pairs(), 4) + div_up(route_.num_experts, 4));
-    launch.threadgroup_memory = 16 * fours;  // int4
+    // Pairs in vectors of four; counts of segments, then two numbers for each expert.
+    int segments = std::max(int(launch.threadgroup[0]) / route_.num_experts, 1);
+    int numbers = 4 * int(div_up(step_.num_pairs(), 4)) + (segments + 2) * route_.num_experts;
+    launch.threadgroup_memory = 16 * div_up(numbers, 4);
     all_.push_back(std::move(launch));
   }
 

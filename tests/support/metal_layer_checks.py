@@ -281,6 +281,7 @@ def mixtures(library: SimLibrary) -> None:
         ("softmax, last", 1, 5, 3, mx.float32, None),
         ("normalized", 40, 40, 16, mx.bfloat16, None),
         ("first, softmax", 21, 3, 2, mx.float32, ("affine", 4, 32)),
+        ("first, softmax", 21, 3, 2, mx.float16, None),
         ("normalized", 9, 70, 3, mx.float16, None),
     ):
         size = 24 if form is None else 64
@@ -289,7 +290,8 @@ def mixtures(library: SimLibrary) -> None:
         x = normal(rng, rows, 1, size, dtype=dtype)
         logits = logits_apart(rng, rows, num_experts, dtype)
         if router == "first, softmax":  # the two largest are equal
-            logits = mx.array([[[1.0, 2.0, 1.0]], [[3.0, 3.0, 3.0]], [[0.0, 1.0, 1.0]]] * 7)
+            ties = [[[1.0, 2.0, 1.0]], [[3.0, 3.0, 3.0]], [[0.0, 1.0, 1.0]]] * 7
+            logits = mx.array(ties).astype(dtype)
 
         def build(x: mx.array, logits: mx.array) -> list[mx.array]:
             return [experts.build(x, logits, router, top_k)]  # noqa: B023

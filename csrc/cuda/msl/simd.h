@@ -36,6 +36,10 @@ METAL_FUNC float simd_max(float value) {
   return value;
 }
 
+METAL_FUNC uint simd_max(uint value) {
+  return __reduce_max_sync(0xffffffffu, value);
+}
+
 METAL_FUNC float simd_min(float value) {
   return -simd_max(-value);
 }
