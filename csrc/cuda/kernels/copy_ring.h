@@ -70,11 +70,13 @@ struct CopyRing {
     wait(full(stage), round & 1);
   }
 
-  // Called by every lane of a warp that has read the stage.
-  __device__ __forceinline__ void release(int stage, int lane) const {
+  // Called by every lane of a warp that has read the stage. `none`: 0 as the result of the last
+  // loads (none_after), because the hardware does not wait for loads before it arrives: the stage
+  // was filled again before they had read it where something held them up, such as a fence.
+  __device__ __forceinline__ void release(int stage, int lane, unsigned int none = 0) const {
     __syncwarp();
     if (lane == 0) {
-      asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free(stage)) : "memory");
+      asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(free(stage) + none) : "memory");
     }
   }
 

@@ -32,6 +32,18 @@ __device__ __forceinline__ void multiply_step(float (&sum)[4], Eight low, Eight 
   paged::multiply_accumulate(sum, {low.z, high.z, low.w, high.w}, {x.z, x.w}, T(0.0f));
 }
 
+// 0, but not before all sums are known, and so all that they were computed from has been loaded.
+// `count`: a number that is not negative, which the compiler cannot know.
+template <int COUNT>
+__device__ __forceinline__ unsigned int none_after(const float (&sums)[COUNT][4], int count) {
+  unsigned int bits = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    bits ^= __float_as_uint(sums[i][0]);
+  }
+  return bits & static_cast<unsigned int>(count >> 31);
+}
+
 __device__ __forceinline__ float as_float(__nv_bfloat16 v) {
   return __bfloat162float(v);
 }

@@ -377,7 +377,8 @@ struct QuantizedStream {
           }
         }
       }
-      ring.release(turn.stage, lane);
+      ring.release(
+          turn.stage, lane, none_after(sums[0], last_group) | none_after(sums[1], last_group));
     }
   }
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void multiply_parts(
       const int stage = turn % kStages;
       ring.wait_until_full(stage, turn / kStages);
       multiply_chunk<T>(sums, tiles + stage * stream_stage_bytes(TILES), warp, lane);
-      ring.release(stage, lane);
+      ring.release(stage, lane, none_after(sums, chunks_of_part));
     }
     before.add(part, sums);
   }

@@ -155,7 +155,7 @@ struct CopyRing {
     }
   }
 
-  void release(int stage, int lane) const {
+  void release(int stage, int lane, unsigned int none = 0) const {
     __syncwarp();
     if (lane == 0) {
       stage_states[stage].released++;
