@@ -12,24 +12,45 @@ namespace mlx_paged::cuda {
 constexpr int kLinearMaxWeights = 3;
 
 // Low-rank adapters of a product's weights (kernels/linear_adapters.h). The first blocks of the
-// grid multiply x by `a` (kernels/adapter_blocks.h).
+// grid multiply x by `a` (kernels/adapter_units.h).
 struct LinearAdapters {
   int count;                      // 0: none
   int rank;                       // a multiple of 8, as are the rows of weights with adapters
-  int num_units;                  // of work for the first blocks, one each
-  int rows_of_unit;               // of x, a multiple of kAdapterRows
-  int num_blocks;                 // the first blocks: whole clusters
+  int num_targets;                // weights with adapters
+  int num_units;                  // of work, at most
+  int num_workers;                // the first blocks, which do that work in turns
+  int num_blocks;                 // of them, if they do nothing else: whole clusters
   int target[kLinearMaxWeights];  // index of each weight among those with adapters; -1: none
 };
 
-constexpr int kAdapterRows = 8;    // of x that are multiplied at once
+constexpr int kAdapterMaxRank = 64;
+constexpr int kAdapterRows = 8;    // of a unit: rows of x with one adapter
 constexpr int kAdapterRanks = 16;  // of a unit: rows of the first matrix
 constexpr int kAdapterParts = 4;   // of k, at least
 constexpr int kAdapterMaxParts = 8;
 
-// Parts of k. Each is a block's unit, so that of a wide x takes no longer.
+// Blocks with up to so many tiles of eight rows of x can also compute units; more leave no
+// registers for it. Their warps' sums need more shared memory.
+constexpr int kAdapterUnitTiles = 4;
+constexpr int adapter_sum_bytes(int num_warps) {
+  return num_warps * 32 * 16;
+}
+
+// Parts of k, so that units of a wide x take no longer.
 constexpr int adapter_parts(int k) {
   return k < 8192 ? kAdapterParts : kAdapterMaxParts;
+}
+
+// The most tiles of kAdapterRows rows with one of `count` adapters (kernels/adapter_units.h): each
+// adapter of 32 rows begins one, and takes another for every eight rows more.
+constexpr int adapter_tiles(int num_rows, int count) {
+  int tiles = 0;
+  for (int rows = num_rows; rows > 0; rows -= 32) {
+    const int some = rows < 32 ? rows : 32;
+    const int adapters = count < some ? count : some;
+    tiles += adapters + (some - adapters) / kAdapterRows;
+  }
+  return tiles;
 }
 
 // Parameters of products of one x with several weights. `is_gated`: the weights are gate and up,
@@ -52,7 +73,7 @@ struct LinearParams {
   CodeOrder out_order;      // order of the outputs, whose number is a multiple of its run
   LinearAdapters adapters;  // linear_stream and linear_quantized_stream only
 };
-static_assert(sizeof(LinearParams) == 96, "the same for every compiler");
+static_assert(sizeof(LinearParams) == 100, "the same for every compiler");
 
 // Parameters of products of rows with one weight of each of their experts (metal/experts.h), or
 // with its gate and up. A launch covers `max_items` items; the step's items come first.
@@ -62,7 +83,7 @@ struct ExpertProductParams {
   int top_k;
   int is_first;  // gathers x by row and stores results in sorted order; otherwise the reverse
 };
-static_assert(sizeof(ExpertProductParams) == 108, "the same for every compiler");
+static_assert(sizeof(ExpertProductParams) == 112, "the same for every compiler");
 
 // Parameters for items of rows that are sorted by expert (kernels/sorted_experts.h).
 constexpr int kMaxSortedExperts = 1023;
@@ -90,8 +111,7 @@ constexpr int kLinearChunkSteps = 2;
 constexpr int kLinearChunk = kLinearChunkSteps * kLinearStep;
 constexpr int kLinearParts = 8;
 
-constexpr int kLinearMaxRows = 64;                   // maximum rows of x for any of these kernels
-constexpr int kAdapterIdBytes = 4 * kLinearMaxRows;  // one int per row
+constexpr int kLinearMaxRows = 64;  // maximum rows of x for any of these kernels
 
 // linear: one warp per part; a warp's tile covers this many rows of the weight.
 constexpr int kLinearRows = 16;
@@ -99,9 +119,10 @@ constexpr int kLinearBlockRows = 32;  // maximum rows of x per block
 
 // linear_stream, for any number of rows where blocks can form clusters (sm_90 and later). Its parts
 // are runs of chunks; each block of a cluster takes one or more.
-constexpr int kWgmmaTiles = 8;           // tiles of eight rows of x in sm_90a's kernel
-constexpr int kStreamRows = 64;          // weight rows per block, sixteen per warp
-constexpr int kStreamBytes = 96 * 1024;  // maximum ring: two blocks fit a multiprocessor
+constexpr int kWgmmaTiles = 8;               // tiles of eight rows of x in sm_90a's kernel
+constexpr int kStreamRows = 64;              // weight rows per block, sixteen per warp
+constexpr int kStreamBytes = 96 * 1024;      // maximum ring: two blocks fit a multiprocessor
+constexpr int kBlockPairBytes = 113 * 1024;  // the most of each of two blocks
 constexpr int kStreamMaxBlocks =
     264;  // two for each of 132 multiprocessors: limit when columns are divided
 constexpr int kStreamMinChunks = 4;  // minimum per block after division

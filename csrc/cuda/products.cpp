@@ -60,42 +60,31 @@ void bind_after_parts(
   }
 }
 
-// Divides the first half of adapters' work into units, and puts blocks for them in front of a
-// launch's own, which are clusters of `cluster`. A unit has as few rows as lets all blocks run at
-// once, because later ones would end last. `in_blocks`: where that is not possible, the launch's
-// own blocks compute the units.
-void put_adapters_first(Launch& launch, LinearParams& params, int cluster, bool in_blocks) {
+// Divides the first half of adapters' work into units. A launch's own blocks compute them if they
+// can, with `warps` warps beside the product of `tiles` tiles of x. Otherwise blocks for them alone
+// come in front, no more than run at once with the others (clusters of `cluster`), because later
+// ones would end last.
+void divide_adapters(Launch& launch, LinearParams& params, int cluster, int tiles, int warps) {
   auto& adapters = params.adapters;
-  const int num_rows = params.num_rows;
   if (adapters.count == 0) {
     return;
   }
-  auto targets = std::count_if(
-      std::begin(adapters.target), std::end(adapters.target), [](int t) { return t >= 0; });
-  int rank_tiles = int(div_up(adapters.rank, kAdapterRanks));
-  int& rows = adapters.rows_of_unit = kAdapterRows;
-  int parts = adapter_parts(params.k);
-  auto set_blocks = [&] {
-    int row_tiles = int(div_up(num_rows, rows));
-    adapters.num_units = parts * row_tiles * rank_tiles * int(targets);
-    adapters.num_blocks = int(div_up(adapters.num_units, cluster)) * cluster;
-  };
+  adapters.num_targets = int(std::count_if(
+      std::begin(adapters.target), std::end(adapters.target), [](int t) { return t >= 0; }));
+  adapters.num_units = adapter_parts(params.k) * int(div_up(adapters.rank, kAdapterRanks)) *
+                       adapters.num_targets * adapter_tiles(params.num_rows, adapters.count);
+  uint32_t with_sums = launch.threadgroup_memory + adapter_sum_bytes(warps);
+  if (tiles <= kAdapterUnitTiles && with_sums <= kBlockPairBytes) {
+    adapters.num_workers = std::min(adapters.num_units, int(launch.grid[0]));
+    launch.threadgroup_memory = with_sums;
+    return;
+  }
   // Clusters of eight leave four of a GPC's 36 places empty.
-  int max_blocks = in_blocks && cluster == 8 ? kStreamMaxBlocks / 33 * 32 : kStreamMaxBlocks;
-  auto fit = [&] { return int(launch.grid[0]) + adapters.num_blocks <= max_blocks; };
-  set_blocks();
-  while (rows < num_rows && !fit()) {
-    rows *= 2;
-    set_blocks();
-  }
-  if (in_blocks && !fit()) {
-    rows = kAdapterRows;
-    set_blocks();
-    if (adapters.num_units <= int(launch.grid[0])) {
-      adapters.num_blocks = 0;
-      launch.threadgroup_memory += kAdapterSumBytes;
-    }
-  }
+  int max_blocks = cluster == 8 ? kStreamMaxBlocks / 33 * 32 : kStreamMaxBlocks;
+  int num_clusters = std::clamp(
+      (max_blocks - int(launch.grid[0])) / cluster, 1, int(div_up(adapters.num_units, cluster)));
+  adapters.num_blocks = num_clusters * cluster;
+  adapters.num_workers = std::min(adapters.num_units, adapters.num_blocks);
   launch.grid[0] += adapters.num_blocks;
 }
 
@@ -127,7 +116,7 @@ Launch linear_launch(
         uses_wgmma(tiles, tma) ? wgmma_scratch(tiles) : stream_scratch(tiles);
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, 1, 1};
-    put_adapters_first(launch, params, int(blocks), false);
+    divide_adapters(launch, params, int(blocks), tiles, kStreamRows / kLinearRows);
     launch.threadgroup = {kStreamThreads, 1, 1};
     launch.maps.push_back(map_of_x(params, tiles));
     for (int i = 0; i < params.num_weights; i++) {
@@ -300,9 +289,10 @@ Launch quantized_launch(
     launch.threadgroup_memory = shape.scratch;
     launch.cluster = blocks > 1 ? blocks : 0;
     launch.grid = {num_tiles * blocks, uint32_t(div_up(params.num_rows, 8 * tiles)), 1};
-    bool has_room = shape.scratch + kAdapterSumBytes <= kQuantizedPairBytes;
-    put_adapters_first(
-        launch, params, int(blocks), by_wgmma && tiles <= kAdapterUnitTiles && has_room);
+    // Without warpgroup products, there are no registers for units beside a product.
+    divide_adapters(
+        launch, params, int(blocks), by_wgmma ? tiles : kAdapterUnitTiles + 1,
+        kQuantizedWgmmaThreads / 32);
     launch.threadgroup = {
         uint32_t(by_wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads), 1, 1};
     launch.maps = quantized_maps(params, format, codes, kFirstPart, kQuantizedPartBuffers, 1, true);
@@ -573,7 +563,8 @@ bool adds_adapters(const ProductStep& step, TmaKernels tma) {
   for (const auto& part : step.parts) {
     is_served = is_served && (part.target < 0 || part.n % 8 == 0);
   }
-  return is_served && constants_of<paged::LoraParams>(step.adapters->up).rank % 8 == 0;
+  int rank = constants_of<paged::LoraParams>(step.adapters->up).rank;
+  return is_served && rank % 8 == 0 && rank <= kAdapterMaxRank;
 }
 
 // Makes a product's kernel do the work of lora_down and lora_up.
@@ -584,7 +575,7 @@ void take_adapters(LinearParams& params, LinearOperands& operands, const Product
   auto operand_at = [&up = up](int buffer) { return up.buffers[buffer].operand; };
   params.is_gated = lora.is_gated;
   params.has_residual = lora.has_residual;
-  params.adapters = {lora.num_adapters, lora.rank, 0, 0, 0, {-1, -1, -1}};
+  params.adapters = {lora.num_adapters, lora.rank, 0, 0, 0, 0, {-1, -1, -1}};
   operands.residual = operand_at(Adapters::kResidual);
   operands.hidden = operand_at(Adapters::kHidden);
   operands.adapters = operand_at(Adapters::kAdapters);

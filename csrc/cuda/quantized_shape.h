@@ -125,12 +125,6 @@ constexpr int quantized_wgmma_blocks(int tiles) {
   return tiles <= 8 ? 2 : 1;
 }
 
-// Blocks of linear_quantized_wgmma can also compute a unit of adapters. More tiles leave no
-// registers for it. Its sums need more shared memory.
-constexpr int kAdapterUnitTiles = 4;
-constexpr int kAdapterSumBytes = kQuantizedWgmmaThreads * 16;
-constexpr int kQuantizedPairBytes = 113 * 1024;  // the most of each of two blocks
-
 // Maximum tiles of a block. 128 rows halve the work of unpacking a weight for each of them.
 constexpr int quantized_wgmma_tiles(int bits) {
   return bits == 4 || bits == 8 ? 16 : kQuantizedStreamTiles;
@@ -200,7 +194,7 @@ constexpr QuantizedStreamShape quantized_stream_shape(
   const int results = 8 * tiles * kQuantizedStreamPitch * 4;
   const int barriers = bytes > results ? bytes : results;
   const int ring = copy_ring_bytes(stages) + (wgmma ? stages * 4 : 0);  // and counters
-  const int scratch = (barriers + ring + 15) / 16 * 16 + kAdapterIdBytes;
+  const int scratch = (barriers + ring + 15) / 16 * 16;
   return {codes, stage, scales, stages, slots, barriers, scratch};
 }
 

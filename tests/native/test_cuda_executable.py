@@ -101,6 +101,29 @@ def test_products_with_adapters(
         np.testing.assert_array_equal(bits(alone), bits(got[few]))
 
 
+@pytest.mark.parametrize("num_adapters", [1, 8])
+def test_products_with_adapters_repeat_their_bits(rng, num_adapters: int) -> None:
+    """Where blocks compute units first, and a fence holds one of their warps up."""
+    n, k, rows = 8192, 3072, 32
+    weights = [values(rng, n, k, dtype=mx.bfloat16) * (1 / k**0.5) for _ in range(2)]
+    a = [values(rng, num_adapters, 16, k, dtype=mx.bfloat16) * (1 / k**0.5) for _ in weights]
+    b = [values(rng, num_adapters, 16, n, dtype=mx.bfloat16) for _ in weights]
+    mx.eval(weights, a)
+    chosen = mx.array([i % num_adapters for i in range(rows)], mx.int32)
+
+    def build(x: mx.array, chosen: mx.array) -> mx.array:
+        products = (ops.linear(x, weight) for weight in weights)
+        adapted = (ops.lora(p, x, chosen, *m) for p, *m in zip(products, a, b, strict=True))
+        return ops.silu_mul(*adapted)
+
+    inputs = [values(rng, rows, k, dtype=mx.bfloat16), chosen]
+    unknown = executables.placeholders(inputs)
+    program = executables.GpuExecutable(unknown, [build(*unknown)])
+    first = bits(program(inputs)[0])
+    for _ in range(30):
+        np.testing.assert_array_equal(bits(program(inputs)[0]), first)
+
+
 @pytest.mark.parametrize("rows", [17, 32, 64])
 def test_adapters_of_a_product_that_takes_all_places(rng, rows: int) -> None:
     """A narrow result of many columns has 32 clusters of eight blocks, as many as run at once. So

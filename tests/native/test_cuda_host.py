@@ -25,7 +25,7 @@ HOST = Path(__file__).parent / "cuda_host"
 # Those that the others include; what is in `cuda_host/kernels` takes the place of the rest.
 KERNELS = (
     *("linear_stream.h", "linear_quantized.h", "linear_quantized_stream.h", "packed_weights.h"),
-    *("adapter_blocks.h", "linear_adapters.h", "linear_finish.h", "linear_math.h"),
+    *("adapter_units.h", "linear_adapters.h", "linear_finish.h", "linear_math.h"),
     *("operand_maps.h", "ordered_rows.h"),
     *("expert_items.h", "expert_stream.h", "expert_quantized_stream.h", "sorted_experts.h"),
     *("paged_decode_tensor.h", "decode_state.h", "kv_ring.h", "attention_arguments.h"),
@@ -235,13 +235,13 @@ def test_faults_of_experts_are_seen(tmp_path, changes: dict[str, tuple[str, str]
         (4, {"code_order.h": ("32 * piece", "16 * piece")}),
         (4, {"kernels/linear_finish.h": ("ordered_column(params.out_order, column + e)",
                                          "(column + e)")}),
-        (4, {STREAM: ("+ kAdapterIds;\n    return", "+ kAdapterIds + 4;\n    return")}),
+        (4, {STREAM: ("stages + kResultBytes, false", "stages + kResultBytes - 64, false")}),
     ],
     ids=[
         "too little is waited for", "too early", "nothing is waited for", "one warp releases",
         "too few scales", "gate twice", "products are left", "x in another order",
         "x in order is not waited for", "x is ordered twice", "pieces elsewhere",
-        "gates stay in place", "the next row's adapter",
+        "gates stay in place", "hidden values over results",
     ],
 )  # fmt: skip
 def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]]) -> None:
@@ -249,7 +249,7 @@ def test_faults_are_seen(tmp_path, bits: int, changes: dict[str, tuple[str, str]
     assert finds_a_fault(compiled(tmp_path, "quantized", kind, changes))
 
 
-PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_blocks.h"
+PRODUCTS, ADAPTERS = "kernels/linear_stream.h", "kernels/adapter_units.h"
 ADDED = "kernels/linear_adapters.h"
 
 
@@ -266,19 +266,18 @@ ADDED = "kernels/linear_adapters.h"
         (PRODUCTS, "before.add(part, sums);", "if (num_parts < 8) before.add(part, sums);"),
         (PRODUCTS, "first + sums[t][i]", "sums[t][i] + (level == 2 ? 0 : first)"),
         (PRODUCTS, "in_memory(memory + number)", "in_memory(memory)"),
-        (ADAPTERS, "chosen[i % 2] == adapter ?", "true ?"),
-        (ADAPTERS, "(part + 1) * of_part, all", "(part + 1) * of_part, all - 1"),
-        (ADAPTERS, "        guess = kNone;\n", ""),
-        (ADAPTERS, "is_ours ? xs[i] : make_uint4(0, 0, 0, 0)", "xs[i]"),
-        (ADDED, "        paged::wait_for_copies<0>();\n", ""),
-        (ADDED, "if (!begins) {", "if (false) {"),
+        (ADAPTERS, "adapter >= 0 && first_tile + place", "first_tile + place"),
+        (ADAPTERS, "(unit.part + 1) * of_part, num", "(unit.part + 1) * of_part, -1 + num"),
+        (ADAPTERS, "step += WARPS * STEPS;", "step += WARPS * (STEPS - 1);"),
+        (ADAPTERS, "of_tile < tile.num_rows && ", ""),
+        (ADDED, "      stage();\n", ""),
+        (ADDED, "if (first >= params.adapters.rank) {", "if (true) {"),
     ],
     ids=[
         "nothing is waited for", "one warp releases", "released under way", "added to what was",
         "the first columns", "one part", "half of the parts", "one memory for all threads",
-        "another row's adapter", "columns without an adapter",
-        "a guess for all rows", "the last columns again", "copies are under way",
-        "only the first adapters",
+        "rows without an adapter", "columns without an adapter", "columns twice",
+        "rows that are none", "nothing is staged", "only the first ranks",
     ],
 )  # fmt: skip
 def test_faults_of_the_stream_are_seen(tmp_path, change: tuple[str, str, str]) -> None:

@@ -277,8 +277,9 @@ def params_of(launch: dict[str, Any]) -> dict[str, int]:
     names += (
         "num_adapters",
         "rank",
+        "num_targets",
         "num_units",
-        "rows_of_unit",
+        "num_workers",
         "num_blocks",
         "target0",
         "target1",
@@ -425,7 +426,8 @@ def launches_with_adapters(tma: str, rank: int, rows: int = 32) -> list[dict[str
 
 @pytest.mark.parametrize(("tma", "suffix"), [("wgmma", "_ordered_64_4"), ("any", "")])
 def test_products_add_their_adapters(tma: str, suffix: str) -> None:
-    """No other kernel does: blocks in front of theirs multiply by the adapters' first matrices."""
+    """No other kernel does. Their own blocks multiply by the adapters' first matrices if they have
+    the registers, or blocks in front of them."""
     launches = launches_with_adapters(tma, 8)
     names = [launch["kernel"] for launch in launches]
     assert names[0] == f"add_rms_norm_bfloat16{suffix}" and len(names) == 3
@@ -439,12 +441,15 @@ def test_products_add_their_adapters(tma: str, suffix: str) -> None:
     for launch, params, targets in zip(products, (gated, down), ([0, 1], [0])):
         assert [params[name] for name in ("num_adapters", "rank")] == [2, 8]
         assert [params[f"target{i}"] for i in range(len(targets))] == targets
-        # For each target: four times eight rows, and four parts of the columns.
-        assert params["num_units"] == 16 * len(targets) and params["rows_of_unit"] == 8
-        assert params["num_blocks"] == params["num_units"]  # whole clusters
+        # For each target: up to five tiles of rows with one of two adapters, and four parts of the
+        # columns.
+        assert params["num_targets"] == len(targets)
+        assert params["num_units"] == 20 * len(targets)
         num_tiles = params["n0"] // (64 if params["is_gated"] else 128)
-        cluster = params["k"] // 1024
-        assert launch["grid"] == (params["num_blocks"] + num_tiles * cluster, 1, 1)
+        num_blocks = num_tiles * params["k"] // 1024
+        alone = 0 if suffix else params["num_units"]  # whole clusters
+        assert params["num_blocks"] == alone and launch["grid"] == (alone + num_blocks, 1, 1)
+        assert params["num_workers"] == min(params["num_units"], alone or num_blocks)
     # Hidden values and counts are written; the last first matrix stands for the missing one.
     *_, hidden, chosen, counts, a0, a1, a2, b0, b1, b2 = products[0]["buffers"]
     assert hidden[1] == counts[1] == "read_write"
@@ -452,8 +457,24 @@ def test_products_add_their_adapters(tma: str, suffix: str) -> None:
     assert b2[0] == products[0]["buffers"][0][0]
 
 
-def test_blocks_for_adapters_leave_room_for_the_others() -> None:
-    """256 blocks for gate and up, and eight more: all run at once on 132 multiprocessors."""
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("n", [4096, 3840])
+def test_blocks_for_adapters_leave_room_for_the_others(n: int) -> None:
+    """GPCs have room for 32 clusters of eight blocks; one in front of them comes at least."""
+    k, rows = 8192, 64
+    layer = weight_of(n, k)
+    slots, a, b = (mx.zeros(rows, mx.int32), *(mx.zeros((2, 16, s), mx.bfloat16) for s in (k, n)))
+    mx.eval(slots, a, b)
+    [launch] = launches_of(lambda x: [ops.lora(layer(x), x, slots, a, b)], rows, k, "wgmma")
+    params = params_of(launch)
+    # Eight parts of the columns, and five tiles of each 32 rows.
+    assert params["num_units"] == 80
+    num_blocks = 8 if n == 4096 else 16
+    assert params["num_workers"] == params["num_blocks"] == num_blocks
+    assert launch["grid"] == (8 * n // 128 + num_blocks, 1, 1)
+
+
+def test_blocks_of_unquantized_products_multiply_by_first_matrices() -> None:
     n, k, rows = 8192, 256, 32
     weights = [mx.zeros((n, k), mx.bfloat16) for _ in range(2)]
     slots, a, b = (mx.zeros(rows, mx.int32), *(mx.zeros((2, 16, s), mx.bfloat16) for s in (k, n)))
@@ -464,33 +485,17 @@ def test_blocks_for_adapters_leave_room_for_the_others() -> None:
 
     [launch] = launches_of(build, rows, k)
     params = params_of(launch)
-    assert [params[name] for name in ("num_units", "rows_of_unit", "num_blocks")] == [8, 32, 8]
-    assert launch["grid"] == (264, 1, 1)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("n", "num_blocks"), [(4096, 0), (3968, 8)])
-def test_a_product_of_32_clusters_does_the_work_of_the_blocks_in_front(
-    n: int, num_blocks: int
-) -> None:
-    """GPCs have room for 32 clusters of eight blocks, where 264 single ones run."""
-    k, rows = 8192, 32
-    layer = weight_of(n, k)
-    slots, a, b = (mx.zeros(rows, mx.int32), *(mx.zeros((2, 16, s), mx.bfloat16) for s in (k, n)))
-    mx.eval(slots, a, b)
-    [launch] = launches_of(lambda x: [ops.lora(layer(x), x, slots, a, b)], rows, k, "wgmma")
-    params = params_of(launch)
-    # Eight parts of the columns; units of eight rows, or of all in one cluster.
-    expected = [32, 8, 0] if num_blocks == 0 else [8, 32, 8]
-    assert [params[name] for name in ("num_units", "rows_of_unit", "num_blocks")] == expected
+    # Two targets, four parts of the columns, and five tiles of rows.
+    assert [params[name] for name in ("num_units", "num_workers", "num_blocks")] == [40, 40, 0]
     assert launch["grid"] == (256, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("tma", "rank", "rows"), [("none", 8, 32), ("wgmma", 12, 32), ("wgmma", 8, 65)]
+    ("tma", "rank", "rows"),
+    [("none", 8, 32), ("wgmma", 12, 32), ("wgmma", 72, 32), ("wgmma", 8, 65)],
 )
 def test_other_products_leave_their_adapters_to_a_kernel(tma: str, rank: int, rows: int) -> None:
-    """Those without a copy engine, with ranks that are no multiple of 8, and of many rows."""
+    """Those without a copy engine, of many rows, and with ranks that are large or not in eights."""
     launches = launches_with_adapters(tma, rank, rows)
     suffix = "_ordered_64_4" if tma == "wgmma" else ""
     names = [launch["kernel"] for launch in launches]

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
           }
         });
   }
-  const float* results = stream.multiply_and_store(shared, [] {});
+  const float* results = stream.multiply_and_store(shared);
   LinearPart<T> parts[kLinearMaxWeights] = EXPERT_PARTS;
   finish_item<T, Stream::kRows>(
       params, item, sorted_pairs, stream.tile_of_weight, parts, kQuantizedStreamThreads,

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
       });
   // Recomputed here so that it holds no registers during the products.
   const Stream same(params.product, paged::shared_address(shared), tile);
-  const float* results = same.store(shared, sums, [] {});
+  const float* results = same.store(shared, sums);
   LinearPart<T> parts[kLinearMaxWeights] = EXPERT_PARTS;
   finish_item<T, Stream::kRows>(
       params, item, sorted_pairs, tile, parts, kQuantizedWgmmaThreads, [&](int at, int output) {

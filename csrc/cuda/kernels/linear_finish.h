@@ -36,17 +36,35 @@ constexpr int log2_of(int power) {
   return power > 1 ? 1 + log2_of(power / 2) : 0;
 }
 
+// Sums of a row of x with four rows of a weight from `column` on.
+struct FourSums {
+  float4 sums;
+  int weight;
+  int column;
+};
+
+// The update of finish_rows that adds nothing.
+struct NoUpdate {
+  __device__ __forceinline__ void begin(int, bool, const FourSums&, const FourSums&, bool) {}
+  __device__ __forceinline__ void add(int, FourSums&, FourSums&, bool) const {}
+  __device__ __forceinline__ bool begins() const { return false; }
+};
+
 // Finishes groups of four adjacent outputs, from number `begin` in steps of `stride`. `sums_of(at,
 // row)` returns the sums of row `at` of x with rows `row` to `row` + 3 of the tile; x has
 // `num_rows` rows, and `row_of(at)` is the output row of row `at`.
 //
+// `update.add(at, first, mates, has_mates)` adds to sums. Before them, `update.begin(at, exists,
+// first, mates, has_mates)` may load what that needs. While `update.begins()`, it is called at
+// least once, even by threads that have nothing to finish.
+//
 // One loop with few divisions serves every kind of product: each launch starts with a cold
 // instruction cache, so short code beats fast code here.
-template <typename T, int ROWS, int UNIT, typename RowOf, typename Sums>
+template <typename T, int ROWS, int UNIT, typename RowOf, typename Sums, typename Update = NoUpdate>
 __device__ __forceinline__ void finish_rows(
     const LinearParams& params, const LinearPart<T> (&parts)[kLinearMaxWeights], int which,
     int tile, const T* residual, const float* rotations, const int* slots, RowOf row_of,
-    int num_rows, int begin, int stride, Sums sums_of) {
+    int num_rows, int begin, int stride, Sums sums_of, Update update = {}) {
   const LinearPart<T> ours = part_of(parts, which);
   const bool has_heads = params.head_dim > 0;
   const int half_head = params.head_dim / 2;
@@ -72,7 +90,7 @@ __device__ __forceinline__ void finish_rows(
     }
   };
 #pragma unroll 1
-  for (int i = begin; i < num_rows << shift; i += stride) {
+  for (int i = begin; i < num_rows << shift || update.begins(); i += stride) {
     const int at = i >> shift;
     const int output = (i & (fours - 1)) * 4;  // in the tile, or among its first-of-pair elements
     int row = output;                          // within the tile
@@ -88,15 +106,23 @@ __device__ __forceinline__ void finish_rows(
       row = output / kHalf * UNIT + output % kHalf;
       mate = row + kHalf;
     }
-    if (column >= ours.n) {
+    const bool exists = i < num_rows << shift && column < ours.n;
+    FourSums first{{}, which, column};
+    FourSums mates{{}, has_heads ? which : 1, has_heads ? column + half_head : column};
+    update.begin(at, exists, first, mates, has_pairs);
+    if (!exists) {
       continue;
     }
     __align__(8) T four[4];
     __align__(8) T others[4];
-    with_bias(sums_of(at, row), ours.bias, ours.has_bias, column, four);
+    first.sums = sums_of(at, row);
     if (has_pairs) {
-      const int column_of_mate = has_heads ? column + half_head : column;
-      with_bias(sums_of(at, mate), bias_of_mates, has_bias_of_mates, column_of_mate, others);
+      mates.sums = sums_of(at, mate);
+    }
+    update.add(at, first, mates, has_pairs);
+    with_bias(first.sums, ours.bias, ours.has_bias, column, four);
+    if (has_pairs) {
+      with_bias(mates.sums, bias_of_mates, has_bias_of_mates, mates.column, others);
     }
     const int out_row = row_of(at);
     if (has_heads) {

@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "adapter_blocks.h"
+#include "adapter_units.h"
 #include "copy_ring.h"
 #include "linear_adapters.h"
 #include "linear_quantized.h"
@@ -47,7 +47,8 @@ struct QuantizedStream {
   static constexpr int kScaleWords = (kGroupsOfWarp * kScaleBytes + 3) / 4;
   using Group = GroupOf<T, FORMAT, BITS, kRun>;
   using Sums = float[2][TILES][4];
-  using Adapters = AddedAdapters<T, kRows, TILES, kThreads / 32>;
+  using Adapters = AddedAdapters<T, kRows, 8 * TILES, kThreads, WGMMA ? 16 : 8>;
+  using Units = AdapterUnits<T, 8, 4>;
   static constexpr int kResultBytes = 8 * TILES * kQuantizedStreamPitch * 4;
   static_assert(kShape.stages >= 2 && kShape.scratch <= kQuantizedStreamBytes);
 
@@ -101,15 +102,20 @@ struct QuantizedStream {
   // First of the warp's 32 rows in the tile.
   __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 % 4 * 32; }
 
-  // Called by all threads before any other method.
+  // Called by the first thread before any other method.
+  __device__ __forceinline__ void begin_ring() const {
+    ring.begin(kMultipliers);
+    if constexpr (WGMMA) {
+      for (Turn turn; turn.stage < kShape.stages; turn.stage++) {
+        store_shared_word(counter(turn), 0);
+      }
+    }
+  }
+
+  // begin_ring(), called by all threads.
   __device__ __forceinline__ void begin() const {
     if (threadIdx.x == 0) {
-      ring.begin(kMultipliers);
-      if constexpr (WGMMA) {
-        for (Turn turn; turn.stage < kShape.stages; turn.stage++) {
-          store_shared_word(counter(turn), 0);
-        }
-      }
+      begin_ring();
     }
     __syncthreads();
   }
@@ -219,29 +225,42 @@ struct QuantizedStream {
 
   // Copies everything this block reads; with WGMMA, only the first stages. Called by one warp or by
   // its first thread alone. The weight starts at row `first_row` of its arrays. Each lane waits for
-  // the kernel that writes x, and then calls `copy_x(turn)`, which copies `x_bytes`. WHOLE:
+  // the kernel that writes x, and then calls `copy_x(turn)`, which copies `x_bytes`. With
+  // `waits_later`, the caller does what comes after the first weights. WHOLE:
   // `scales_of_part(is_up, is_bias)` returns the start of an array.
   template <typename Scales, typename CopyX>
   __device__ __forceinline__ void copy(
       const LinearParams& params, const QuantizedMaps& maps, int first_row, int x_bytes, int lane,
-      Scales scales_of_part, CopyX copy_x) const {
+      Scales scales_of_part, CopyX copy_x, bool waits_later = false) const {
     const Sources from = sources_of(params, maps, first_row);
     auto copy_of_weight = [&](const Turn& turn) {
       if (lane == 0) {
         copy_weights(from, turn, x_bytes, scales_of_part);
       }
     };
-    const int ahead = min(kShape.stages, num_turns);
     Turn turn = first_turn();
-    for (; turn.number < ahead; turn.advance()) {
+    for (; turn.number < turns_ahead(); turn.advance()) {
       copy_of_weight(turn);  // No kernel writes weights, so this need not wait.
     }
-    paged::begin_after_kernel_before();
-    for (Turn again = first_turn(); again.number < ahead; again.advance()) {
-      copy_x(again);
+    paged::let_next_kernel_begin();
+    if (waits_later) {
+      return;
     }
+    paged::wait_for_kernel_before();
+    copy_x_ahead(copy_x);
     for (; !WGMMA && turn.number < num_turns; turn.advance()) {
       copy_of_weight(turn);
+      copy_x(turn);
+    }
+  }
+
+  // The turns whose copies start at once.
+  __device__ __forceinline__ int turns_ahead() const { return min(kShape.stages, num_turns); }
+
+  template <typename CopyX>
+  __device__ __forceinline__ void copy_x_ahead(CopyX copy_x) const {
+#pragma unroll 1
+    for (Turn turn = first_turn(); turn.number < turns_ahead(); turn.advance()) {
       copy_x(turn);
     }
   }
@@ -504,17 +523,10 @@ struct QuantizedStream {
 #endif
 
   // Stores the block's sums, added over both warps of each pair, as [row of x][row of the weight]
-  // in the ring's memory, which has been read by now. Calls `begin()` once it has been. Called by
-  // all threads.
-  template <typename Begin>
-  __device__ __forceinline__ float* store(
-      unsigned char* shared, const Sums& sums, Begin begin) const {
+  // in the ring's memory, which has been read by now. Called by all threads.
+  __device__ __forceinline__ float* store(unsigned char* shared, const Sums& sums) const {
     __syncthreads();  // The ring has been read.
     paged::wait_for_kernel_before();
-    constexpr bool kBeginsFirst = TILES <= 4;  // as registers allow
-    if constexpr (kBeginsFirst) {
-      begin();
-    }
     float* results = reinterpret_cast<float*>(shared);
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
@@ -538,96 +550,60 @@ struct QuantizedStream {
       }
       __syncthreads();
     }
-    if constexpr (!kBeginsFirst) {
-      begin();
-    }
     return results;
   }
 
   // multiply() by the consumer warps, then store(). Called by all threads.
-  template <typename Begin>
-  __device__ __forceinline__ float* multiply_and_store(unsigned char* shared, Begin begin) const {
+  __device__ __forceinline__ float* multiply_and_store(unsigned char* shared) const {
     Sums sums = {};
     const int warp = threadIdx.x / 32;
     if (warp < kMultipliers) {
       multiply(sums, first_row(), warp / 4, threadIdx.x % 32);
     }
-    return store(shared, sums, begin);
+    return store(shared, sums);
   }
 
-  // Multiplies x by the adapters' `a` where this block has a unit of that work. Returns true if it
-  // has no other work. `sums`: shared memory for 16 bytes of each multiplying thread. Called by all
-  // threads.
-  __device__ __forceinline__ static bool multiply_adapters(
+  // Computes this block's units of adapters. `sums`: shared memory for them. Called by the warps
+  // that multiply.
+  template <typename Begin>
+  __device__ __forceinline__ static void multiply_adapters(
       const T* x, const LinearParams& params, const AdapterOperands<T>& operands,
-      unsigned char* sums) {
-    AdapterBlock<T, kMultipliers>(params, operands)
-        .run(x, reinterpret_cast<float4*>(sums), [&](const T* row, int chunk) {
-          if constexpr (WGMMA) {
-            constexpr CodeOrder kOrder = code_order(BITS, GROUP);
-            if (params.x_is_ordered) {
-              return InOrder<kOrder.run, kOrder.apart>::read(as_written<Eight>(row), chunk);
-            }
-          }
-          return load_x(row + 8 * chunk);
-        });
-    return int(blockIdx.x) < params.adapters.num_blocks;
-  }
-
-  // Waits for the grid's first blocks. Called by one thread, before store().
-  __device__ __forceinline__ static void wait_for_adapters(
-      const LinearParams& params, const AdapterOperands<T>& operands) {
-    if (params.adapters.count > 0) {
-      finished_blocks(params, operands).wait();
-    }
+      unsigned char* sums, Begin begin) {
+    auto chunk_of = [&](const T* row, int chunk) {
+      if constexpr (WGMMA) {
+        constexpr CodeOrder kOrder = code_order(BITS, GROUP);
+        if (params.x_is_ordered) {
+          return InOrder<kOrder.run, kOrder.apart>::read(as_written<Eight>(row), chunk);
+        }
+      }
+      return load_x(row + 8 * chunk);
+    };
+    Units{params, operands}.run(x, reinterpret_cast<float4*>(sums), chunk_of, begin);
   }
 
   __device__ __forceinline__ Adapters
   adapters_of(const LinearParams& params, const AdapterOperands<T>& operands) const {
-    return {params, operands, which, tile_of_weight, rank, num_ranks};
+    return {params, operands, which, tile_of_weight, stages + kResultBytes, false, -1, {}, {}};
   }
 
-  static constexpr int kAdapterIds = kShape.scratch - kAdapterIdBytes;
-
-  // Prefetches what adapters need, and has one warp keep the rows' adapters.
+  // Prefetches what adapters need, by warps that do not start copies. Called by all threads. With
+  // many tiles, that is before the ring begins: afterwards, the compiler would keep more in
+  // registers during the product, where none are to spare.
   __device__ __forceinline__ void fetch_adapters(
       const LinearParams& params, const AdapterOperands<T>& operands) const {
-    const int warp = threadIdx.x / 32;
-    if (params.adapters.count > 0 && warp < kMultipliers) {
-      const Adapters adapters = adapters_of(params, operands);
-      adapters.fetch(warp, kMultipliers);
-      if (warp == 1) {
-        paged::wait_for_kernel_before();
-        adapters.keep_adapters(stages + kAdapterIds);
-      }
-    }
-  }
-
-  // The adapters after fetch_adapters() and a barrier.
-  __device__ __forceinline__ Adapters
-  kept_adapters(const LinearParams& params, const AdapterOperands<T>& operands) const {
-    Adapters adapters = adapters_of(params, operands);
-    adapters.ids = stages + kAdapterIds;
-    return adapters;
-  }
-
-  __device__ __forceinline__ void begin_adapters(
-      const LinearParams& params, const AdapterOperands<T>& operands) const {
-    if (params.adapters.count > 0) {
-      kept_adapters(params, operands).begin(stages + kResultBytes);
-    }
+    adapters_of(params, operands)
+        .template fetch<kMultipliers / 2, kMultipliers / 2>(rank, num_ranks);
   }
 
   // Finishes this block's share of the cluster's outputs. Called by all threads after store().
   __device__ __forceinline__ void finish(
       const LinearParams& params, const LinearPart<T> (&parts)[kLinearMaxWeights],
-      const AdapterOperands<T>& adapters, const T* residual, const float* rotations,
+      const AdapterOperands<T>& operands, const T* residual, const float* rotations,
       const int* slots, float* results) const {
     static_assert(kResultBytes + Adapters::kBytes <= kShape.barriers);
-    if (params.adapters.count > 0) {
-      kept_adapters(params, adapters).add(results, kQuantizedStreamPitch, stages + kResultBytes);
+    if (params.adapters.count == 0) {
+      cluster_barrier();
     }
-    cluster_barrier();
     finish_rows<T, kRows, kRows>(
         params, parts, which, tile_of_weight, residual, rotations, slots,
         [](int at) { return first_x() + at; }, min(params.num_rows - first_x(), 8 * TILES),
@@ -643,7 +619,8 @@ struct QuantizedStream {
             sum[r] = r < num_ranks ? load_of_rank(address, r) : make_float4(0, 0, 0, 0);
           }
           return sum_of_parts(sum);
-        });
+        },
+        adapters_of(params, operands));
     end_of_cluster();
   }
 
@@ -705,23 +682,24 @@ __global__ void __launch_bounds__(kQuantizedStreamThreads, quantized_stream_bloc
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
-  if (int(blockIdx.x) < params.adapters.num_blocks &&
-      Stream::multiply_adapters(x, params, adapter_operands, shared)) {
-    return;
+  if (int(blockIdx.x) < params.adapters.num_blocks) {
+    paged::let_next_kernel_begin();
+    if (threadIdx.x < 32 * Stream::kMultipliers) {
+      Stream::multiply_adapters(x, params, adapter_operands, shared, [] {});
+    }
+    return paged::wait_for_kernel_before();
   }
   const Stream stream(params, paged::shared_address(shared));
-  stream.begin();
   stream.fetch_adapters(params, adapter_operands);
+  stream.begin();
   if (threadIdx.x == 32 * Stream::kMultipliers) {
     stream.copy(
         params, maps, 0, Stream::kXBytes, 0, [](bool, bool) { return nullptr; },
         [&](const auto& turn) {
           stream.copy_rows(maps.x, turn, stream.xs_of(turn), Stream::first_x());
         });
-    Stream::wait_for_adapters(params, adapter_operands);
   }
-  float* results =
-      stream.multiply_and_store(shared, [&] { stream.begin_adapters(params, adapter_operands); });
+  float* results = stream.multiply_and_store(shared);
   stream.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }
@@ -737,23 +715,38 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = QUANTIZED_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
-  if (int(blockIdx.x) < params.adapters.num_blocks &&
-      Stream::multiply_adapters(x, params, adapter_operands, shared)) {
-    return;
-  }
   const Stream stream(params, paged::shared_address(shared));
   auto no_parts = [](bool, bool) { return nullptr; };
   auto copy_x = [&](const auto& turn) {
     stream.copy_rows(maps.x, turn, stream.xs_of(turn), Stream::first_x());
   };
-  stream.begin();
-  if (threadIdx.x == 0) {
-    stream.copy(params, maps, 0, Stream::kXBytes, 0, no_parts, copy_x);
+  const bool has_units_alone = int(blockIdx.x) < params.adapters.num_blocks;
+  const bool has_units =
+      TILES <= kAdapterUnitTiles ? int(blockIdx.x) < params.adapters.num_workers : has_units_alone;
+  if (!has_units_alone) {
+    if constexpr (TILES > kAdapterUnitTiles) {
+      stream.fetch_adapters(params, adapter_operands);
+    }
+    if (threadIdx.x == 0) {
+      stream.begin_ring();
+      stream.copy(params, maps, 0, Stream::kXBytes, 0, no_parts, copy_x, has_units);
+    }
+    if constexpr (TILES <= kAdapterUnitTiles) {
+      stream.fetch_adapters(params, adapter_operands);
+    }
+    __syncthreads();
   }
-  stream.fetch_adapters(params, adapter_operands);
-  if (TILES <= kAdapterUnitTiles && int(blockIdx.x) < params.adapters.num_units) {
-    // There are no blocks for units alone. The ring fills meanwhile.
-    Stream::multiply_adapters(x, params, adapter_operands, shared + Stream::kShape.scratch);
+  if (has_units) {
+    paged::let_next_kernel_begin();
+    unsigned char* sums = shared + (has_units_alone ? 0 : Stream::kShape.scratch);
+    Stream::multiply_adapters(x, params, adapter_operands, sums, [&] {
+      if (threadIdx.x == 0 && !has_units_alone) {
+        stream.copy_x_ahead(copy_x);  // The ring fills meanwhile.
+      }
+    });
+    if (has_units_alone) {
+      return;
+    }
   }
   const typename Stream::Sources sources = stream.sources_of(params, maps, 0);
   typename Stream::Sums sums = {};
@@ -763,12 +756,9 @@ __global__ void __launch_bounds__(kQuantizedWgmmaThreads, quantized_wgmma_blocks
         stream.copy_weights(sources, turn, Stream::kXBytes, no_parts);
         copy_x(turn);
       });
-  if (threadIdx.x == 0) {
-    Stream::wait_for_adapters(params, adapter_operands);
-  }
   // Recomputed here so that it holds no registers during the products.
   const Stream same(params, paged::shared_address(shared));
-  float* results = same.store(shared, sums, [&] { same.begin_adapters(params, adapter_operands); });
+  float* results = same.store(shared, sums);
   same.finish(params, parts_of_launch, adapter_operands, residual, rotations, slots, results);
 #endif
 }

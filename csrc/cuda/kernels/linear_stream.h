@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "adapter_blocks.h"
+#include "adapter_units.h"
 #include "copy_ring.h"
 #include "linear_adapters.h"
 #include "linear_finish.h"
@@ -199,12 +199,6 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
 
   const LinearPart<T> parts_of_launch[kLinearMaxWeights] = LINEAR_PARTS;
   const AdapterOperands<T> adapter_operands = ADAPTER_OPERANDS;
-  if (int(blockIdx.x) < params.adapters.num_blocks) {
-    return AdapterBlock<T, kMultipliers>(params, adapter_operands)
-        .run(x, reinterpret_cast<float4*>(shared), [](const T* row, int chunk) {
-          return load_x(row + 8 * chunk);
-        });
-  }
   const int num_ranks = cluster_size();
   const int block = blockIdx.x - params.adapters.num_blocks;
   const int rank = block % num_ranks;
@@ -220,12 +214,15 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   // The last ranks can have fewer turns, or none.
   const int num_turns = min(num_parts * chunks_of_part, num_chunks - first_chunk);
 
+  const bool has_units_alone = int(blockIdx.x) < params.adapters.num_blocks;
+  const bool has_units =
+      TILES <= kAdapterUnitTiles ? int(blockIdx.x) < params.adapters.num_workers : has_units_alone;
   if (threadIdx.x == 0) {
     ring.begin(kMultipliers);
   }
   __syncthreads();
 
-  if (warp == kMultipliers && lane == 0) {
+  if (warp == kMultipliers && lane == 0 && !has_units_alone) {
     // The tile's rows are two runs of a weight: gate and up, or the halves of a head.
     const TileRow low = row_of_tile<kStreamRows, kStreamRows>(params, tile_of_weight, 0);
     const TileRow high =
@@ -250,18 +247,27 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
       ring.copy(stage, tile, &maps.x, (first_chunk + turn) * kLinearChunk, 0, often);
     };
     copy_turns<kStages>(num_turns, copy_weights, copy_x);
-    if (params.adapters.count > 0) {
-      finished_blocks(params, adapter_operands).wait();
-    }
+  }
+  if (has_units && warp < kMultipliers) {
+    paged::let_next_kernel_begin();
+    const int scratch = WGMMA ? wgmma_scratch(TILES) : stream_scratch(TILES);
+    unsigned char* sums = shared + (has_units_alone ? 0 : scratch);
+    AdapterUnits<T, kMultipliers, 8>{params, adapter_operands}.run(
+        x, reinterpret_cast<float4*>(sums),
+        [](const T* row, int chunk) { return load_x(row + 8 * chunk); }, [] {});
+  }
+  if (has_units_alone) {
+    paged::wait_for_kernel_before();
+    return;
   }
 
-  using Adapters = AddedAdapters<T, kStreamRows, TILES, kStreamThreads / 32>;
+  using Adapters = AddedAdapters<T, kStreamRows, 8 * TILES, kStreamThreads, 16>;
   constexpr int kResultBytes = 8 * TILES * kStreamPitch * 4;
   static_assert(kResultBytes + Adapters::kBytes <= stream_barriers(TILES));
-  if (params.adapters.count > 0 && warp < kMultipliers) {
-    Adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks}.fetch(
-        warp, kMultipliers);
-  }
+  auto adapters_of_tile = [&] {
+    return Adapters{params, adapter_operands, which, tile_of_weight, tiles + kResultBytes};
+  };
+  adapters_of_tile().template fetch<0, kMultipliers>(rank, num_ranks);
   float sums[TILES][4] = {};
   if (warp < kMultipliers) {
     if constexpr (WGMMA) {
@@ -283,12 +289,9 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
   if (warp < kMultipliers) {
     store_sums(results, sums, warp, lane);
   }
-  if (params.adapters.count > 0) {
-    const Adapters adapters{params, adapter_operands, which, tile_of_weight, rank, num_ranks};
-    adapters.begin(tiles + kResultBytes);
-    adapters.add(results, kStreamPitch, tiles + kResultBytes);
+  if (params.adapters.count == 0) {
+    cluster_barrier();
   }
-  cluster_barrier();
 
   // Each block finishes some of the outputs.
   finish_rows<T, kStreamRows, kStreamRows>(
@@ -307,7 +310,8 @@ __global__ void __launch_bounds__(kStreamThreads, 2)
           sum[r] = r < num_ranks ? load_of_rank(address, r) : make_float4(none, none, none, none);
         }
         return sum_of_parts(sum);
-      });
+      },
+      adapters_of_tile());
   end_of_cluster();
 #endif
 }

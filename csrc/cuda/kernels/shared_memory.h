@@ -44,6 +44,12 @@ __device__ __forceinline__ unsigned int load_shared_byte(unsigned int address) {
   return v;
 }
 
+// A barrier of the block's first WARPS warps.
+template <int WARPS>
+__device__ __forceinline__ void barrier_of_warps() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+}
+
 // Zeros 16 bytes.
 __device__ __forceinline__ void clear_shared(unsigned int address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");

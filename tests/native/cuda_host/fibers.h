@@ -100,6 +100,7 @@ struct Block {
   Warp warps[kMostThreads / 32];
   Meeting meeting;
   Meeting in_cluster;
+  Meeting of_warps;  // some of the block's
   Cluster* cluster = nullptr;
   unsigned char* shared = nullptr;
   int limit = 0;  // of shared memory
@@ -256,6 +257,12 @@ T __shfl_xor_sync(unsigned int lanes, T v, int mask) {
   return __shfl_sync(lanes, v, fibers::block->current % 32 ^ mask);
 }
 
+template <typename T>
+T __shfl_up_sync(unsigned int lanes, T v, int apart) {
+  int lane = fibers::block->current % 32;
+  return __shfl_sync(lanes, v, lane >= apart ? lane - apart : lane);
+}
+
 inline unsigned int __reduce_or_sync(unsigned int, unsigned int v) {
   struct Operand {
     unsigned int from;
@@ -274,19 +281,24 @@ inline unsigned int __reduce_or_sync(unsigned int, unsigned int v) {
   return to;
 }
 
-inline int __reduce_min_sync(unsigned int, int v) {
+inline unsigned int __ballot_sync(unsigned int mask, bool v) {
+  return __reduce_or_sync(mask, unsigned(v) << fibers::block->current % 32);
+}
+
+// Returns the lanes with the same v.
+inline unsigned int __match_any_sync(unsigned int, int v) {
   struct Operand {
-    int from;
-    int* to;
+    int value;
+    unsigned int* to;
   };
-  int to;
+  unsigned int to;
   fibers::together_in_warp(Operand{v, &to}, [](Operand* lanes) {
-    int least = lanes[0].from;
     for (int lane = 0; lane < 32; lane++) {
-      least = min(least, lanes[lane].from);
-    }
-    for (int lane = 0; lane < 32; lane++) {
-      *lanes[lane].to = least;
+      unsigned int same = 0;
+      for (int other = 0; other < 32; other++) {
+        same |= unsigned(lanes[other].value == lanes[lane].value) << other;
+      }
+      *lanes[lane].to = same;
     }
   });
   return to;
@@ -301,6 +313,19 @@ inline unsigned int atomicAdd(unsigned int* at, unsigned int value) {
 
 inline bool __any_sync(unsigned int mask, bool v) {
   return __reduce_or_sync(mask, v) != 0;
+}
+
+inline bool __all_sync(unsigned int mask, bool v) {
+  return !__any_sync(mask, !v);
+}
+
+inline int __popc(unsigned int v) {
+  return __builtin_popcount(v);
+}
+
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
 }
 
 inline int __ffs(int v) {
@@ -334,6 +359,12 @@ inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162
     return __float2bfloat16(float(double(float(a)) * float(b) + float(c)));
   };
   return {one(a.x, b.x, c.x), one(a.y, b.y, c.y)};
+}
+
+inline unsigned int __float_as_uint(float f) {
+  unsigned int v;
+  std::memcpy(&v, &f, 4);
+  return v;
 }
 
 inline float __uint_as_float(unsigned int v) {

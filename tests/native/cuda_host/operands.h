@@ -129,7 +129,7 @@ double worst_error(
 // of range. Only the weights in `changed` are adapted.
 template <typename T>
 struct TestAdapters {
-  static constexpr int kCount = 11;  // more than a kernel adds at once
+  static constexpr int kCount = 11;
   int rank;
   int k;
   std::vector<int> ns;
@@ -178,18 +178,18 @@ struct TestAdapters {
   }
 
   // Params of a launch, whose results it will not have written yet. `in_blocks`: its own blocks
-  // compute the units.
+  // compute the units, those of the first cluster alone, since clusters run one after another here.
   mlx_paged::cuda::LinearAdapters params(int rows, int cluster, bool in_blocks = false) {
     using namespace mlx_paged::cuda;
-    LinearAdapters params{kCount, rank, 0, cluster * kAdapterRows, 0, {-1, -1, -1}};
     int targets = int(std::count(changed.begin(), changed.end(), true));
+    int rank_tiles = (rank + kAdapterRanks - 1) / kAdapterRanks;
+    int units = adapter_parts(k) * rank_tiles * targets * adapter_tiles(rows, kCount);
+    int workers = std::min(units, in_blocks ? cluster : 3 * cluster);
+    LinearAdapters params{kCount,      rank, targets, units, workers, in_blocks ? 0 : 3 * cluster,
+                          {-1, -1, -1}};
     for (size_t i = 0; i < ns.size(); i++) {
       params.target[i] = target(i);
     }
-    int row_tiles = (rows + params.rows_of_unit - 1) / params.rows_of_unit;
-    int rank_tiles = (rank + kAdapterRanks - 1) / kAdapterRanks;
-    params.num_units = adapter_parts(k) * row_tiles * rank_tiles * targets;
-    params.num_blocks = in_blocks ? 0 : (params.num_units + cluster - 1) / cluster * cluster;
     hidden.assign(size_t(targets) * rows * adapter_parts(k) * rank, NAN);
     return params;
   }

@@ -220,7 +220,7 @@ struct Product {
       QuantizedMaps maps = maps_of(c);
       int threads = c.wgmma ? kQuantizedWgmmaThreads : kQuantizedStreamThreads;
       int scratch = quantized_stream_shape(FORMAT, BITS, GROUP, c.tiles, false, c.wgmma).scratch;
-      scratch += c.in_blocks ? kAdapterSumBytes : 0;
+      scratch += c.in_blocks ? adapter_sum_bytes(kQuantizedWgmmaThreads / 32) : 0;
       int x = p.adapters.num_blocks + blocks * c.cluster;
       int y = (c.rows + 8 * c.tiles - 1) / (8 * c.tiles);
       fibers::run_grid(x, y, threads, scratch, c.cluster, [&] {

@@ -59,7 +59,7 @@ struct Product {
 
   // All outputs' bits, by weight. What no row of x has written is NaN.
   std::vector<std::vector<unsigned short>> run(
-      int rows, int tiles, int cluster, bool wgmma = false) {
+      int rows, int tiles, int cluster, bool wgmma = false, bool in_blocks = false) {
     LinearParams p{};
     p.num_rows = rows;
     p.k = k;
@@ -70,7 +70,7 @@ struct Product {
     p.head_dim = kind == Kind::heads ? kHead : 0;
     p.out_order = out_order;
     if (adapters) {
-      p.adapters = adapters->params(rows, cluster);
+      p.adapters = adapters->params(rows, cluster, in_blocks);
     }
     auto a = [&](int target) { return adapters ? adapters->first_matrix(target) : nullptr; };
     auto b = [&](size_t i) {
@@ -100,7 +100,8 @@ struct Product {
     for (size_t j = 0; j < 3; j++) {
       i[j] = std::min(j, ns.size() - 1);
     }
-    const int scratch = wgmma ? wgmma_scratch(tiles) : stream_scratch(tiles);
+    int scratch = wgmma ? wgmma_scratch(tiles) : stream_scratch(tiles);
+    scratch += in_blocks ? adapter_sum_bytes(kStreamRows / kLinearRows) : 0;
     const int grid = p.adapters.num_blocks + blocks * cluster;
     fibers::run_grid(grid, 1, kStreamThreads, scratch, cluster, [&] {
       kernel(
@@ -237,9 +238,13 @@ void test_adapters() {
     p.adapters.emplace(rng, rank, k, ns, changed);
     auto few = p.run(7, 1, 2);
     auto many = p.run(45, 8, 1);
-    auto wgmma = p.run(45, 8, 8, true);  // units of all rows
+    auto wgmma = p.run(45, 8, 8, true);
+    auto in_blocks = p.run(29, 4, 8, false, true);
     for (size_t w = 0; w < (kind == Kind::gated ? 1 : ns.size()); w++) {
       same(many[w], wgmma[w], 45 * ns[w], "adapters, by four warps");
+      if (kind != Kind::heads || w == 0) {
+        same(in_blocks[w], many[w], 29 * ns[w], "adapters, in blocks");
+      }
       for (int at = 0; at < 45; at++) {
         int to = kind == Kind::heads && w > 0 ? p.slots[at] : at;
         if (to < 0) {
@@ -263,6 +268,7 @@ void test_adapters() {
   check(Kind::plain, {64, 40, 72}, {true, false, true}, 8, 512);
   check(Kind::gated, {72, 72}, {true, true}, 16, 512);
   check(Kind::heads, {192, 64, 64}, {true, false, true}, 40, 512);
+  check(Kind::plain, {64}, {true}, 8, 4352);  // more steps than a warp loads at once
 }
 
 }  // namespace

@@ -8,6 +8,11 @@
 
 namespace mlx_paged::cuda {
 
+template <int WARPS>
+void barrier_of_warps() {
+  fibers::meet(fibers::block->of_warps, 32 * WARPS, [] {});
+}
+
 inline Eight load_shared(unsigned int address) {
   return fibers::shared_at<Eight>(address);
 }
