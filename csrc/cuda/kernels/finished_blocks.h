@@ -12,7 +12,7 @@ struct FinishedBlocks {
   int num_first;        // blocks that call add()
   int num_others;       // blocks that call wait()
 
-  // Called by one thread of a block, after a barrier that follows all writes of the block.
+  // Called by one thread of a block, after a barrier of all threads of it that wrote.
   __device__ __forceinline__ void add() const {
     __threadfence();
     increment();
