@@ -72,7 +72,7 @@ def test_the_binder_compiles_against_mlx_metal(compiled, source) -> None:
 
 def test_a_call_that_mlx_does_not_have_is_found(wheel, tmp_path) -> None:
     binder = (ROOT / "csrc/metal/binder.cpp").read_text()
-    moved = binder.replace("set_input_array(place.array, index", "set_input_array(index, index")
+    moved = binder.replace("set_input_array(location.array, index", "set_input_array(index, index")
     assert moved != binder
     broken = tmp_path / "binder.cpp"
     broken.write_text(moved)

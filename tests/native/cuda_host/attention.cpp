@@ -18,16 +18,6 @@
 #define blockDim make_uint3(fibers::block->fibers.size(), 1, 1)
 #define gridDim make_uint3(0, 0, 0)  // (not read by attention)
 
-// Declared for templates that no kernel here instantiates.
-bool __all_sync(unsigned int, bool);
-int __popc(unsigned int);
-
-inline unsigned int __float_as_uint(float f) {
-  unsigned int v;
-  std::memcpy(&v, &f, 4);
-  return v;
-}
-
 #define __CUDACC__  // Attention options are those of a GPU.
 inline float __fmul_rn(float a, float b) {
   return a * b;

@@ -281,6 +281,24 @@ inline unsigned int __reduce_or_sync(unsigned int, unsigned int v) {
   return to;
 }
 
+inline unsigned int __reduce_max_sync(unsigned int, unsigned int v) {
+  struct Operand {
+    unsigned int from;
+    unsigned int* to;
+  };
+  unsigned int to;
+  fibers::together_in_warp(Operand{v, &to}, [](Operand* lanes) {
+    unsigned int most = 0;
+    for (int lane = 0; lane < 32; lane++) {
+      most = max(most, lanes[lane].from);
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      *lanes[lane].to = most;
+    }
+  });
+  return to;
+}
+
 inline unsigned int __ballot_sync(unsigned int mask, bool v) {
   return __reduce_or_sync(mask, unsigned(v) << fibers::block->current % 32);
 }
