@@ -11,7 +11,7 @@ _TIMES = ((86400, "days"), (3600, "hours"), (60, "minutes"))
 
 
 def format_size(num_bytes: int) -> str:
-    """Formats bytes in the largest unit of which there is one: "640 bytes", "1.5 GiB"."""
+    """Formats a size in bytes with a unit that fits, such as "640 bytes" or "1.5 GiB"."""
     for unit, name in _UNITS:
         if num_bytes >= unit * _THRESHOLD:
             return f"{num_bytes / unit:.1f} {name}"
@@ -19,7 +19,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_age(then: float) -> str:
-    """Formats the time since then in the largest unit of which there are two: "3 days ago".
+    """Formats how long ago a time was, such as "3 days ago" or "just now".
 
     Args:
         then: A Unix time. 0 means never.

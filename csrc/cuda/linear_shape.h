@@ -29,8 +29,8 @@ constexpr int kAdapterRanks = 16;  // of a unit: rows of the first matrix
 constexpr int kAdapterParts = 4;   // of k, at least
 constexpr int kAdapterMaxParts = 8;
 
-// Blocks with up to so many tiles of eight rows of x can also compute units; more leave no
-// registers for it. Their warps' sums need more shared memory.
+// The most tiles (eight rows of x each) for which a product's own blocks compute units. With more,
+// too few registers are left. The warps' sums take extra shared memory.
 constexpr int kAdapterUnitTiles = 4;
 constexpr int adapter_sum_bytes(int num_warps) {
   return num_warps * 32 * 16;

@@ -60,10 +60,10 @@ void bind_after_parts(
   }
 }
 
-// Divides the first half of adapters' work into units. A launch's own blocks compute them if they
-// can, with `warps` warps beside the product of `tiles` tiles of x. Otherwise blocks for them alone
-// come in front, no more than run at once with the others (clusters of `cluster`), because later
-// ones would end last.
+// Divides the first half of adapters' work into units. Blocks of up to kAdapterUnitTiles tiles of x
+// compute them by `warps` warps before their product, if shared memory allows. Otherwise extra
+// blocks come in front, in whole clusters of `cluster`, and no more than can run beside the others:
+// later blocks would end last.
 void divide_adapters(Launch& launch, LinearParams& params, int cluster, int tiles, int warps) {
   auto& adapters = params.adapters;
   if (adapters.count == 0) {
@@ -84,7 +84,7 @@ void divide_adapters(Launch& launch, LinearParams& params, int cluster, int tile
   int num_clusters = std::clamp(
       (max_blocks - int(launch.grid[0])) / cluster, 1, int(div_up(adapters.num_units, cluster)));
   adapters.num_blocks = num_clusters * cluster;
-  adapters.num_workers = std::min(adapters.num_units, adapters.num_blocks);
+  adapters.num_workers = adapters.num_blocks;  // Some may have no unit, but all report their end.
   launch.grid[0] += adapters.num_blocks;
 }
 

@@ -490,6 +490,24 @@ def test_blocks_of_unquantized_products_multiply_by_first_matrices() -> None:
     assert launch["grid"] == (256, 1, 1)
 
 
+def test_whole_clusters_count_as_finished() -> None:
+    """52 units take seven clusters of eight blocks. All 56 blocks report their end, so the others
+    must wait for as many: the count would be wrong from the next launch on."""
+    n, k, rows, num_adapters = 1024, 2048, 34, 8
+    weight = mx.zeros((n, k), mx.bfloat16)
+    slots, a, b = (
+        mx.zeros(rows, mx.int32),
+        *(mx.zeros((num_adapters, 16, size), mx.bfloat16) for size in (k, n)),
+    )
+    mx.eval(weight, slots, a, b)
+    [launch] = launches_of(
+        lambda x: [ops.lora(ops.linear(x, weight), x, slots, a, b)], rows, k, "wgmma"
+    )
+    params = params_of(launch)
+    assert launch["grid"] == (8 * n // 64 + 56, 1, 1)
+    assert [params[name] for name in ("num_units", "num_workers", "num_blocks")] == [52, 56, 56]
+
+
 @pytest.mark.parametrize(
     ("tma", "rank", "rows"),
     [("none", 8, 32), ("wgmma", 12, 32), ("wgmma", 72, 32), ("wgmma", 8, 65)],

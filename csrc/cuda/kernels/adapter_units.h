@@ -88,9 +88,9 @@ struct AdapterUnits {
   const AdapterOperands<T>& operands;
   int this_thread = thread_of_block();
 
-  // Computes this block's units, of which it has at least one. `chunk_of(row, i)` returns eight
-  // columns of a row of x; `begin()` is called once the kernel before has ended. Called by the
-  // first WARPS warps. `sums`: adapter_sum_bytes(WARPS).
+  // Computes this block's share of the units and reports its end. `chunk_of(row, i)` returns eight
+  // columns of a row of x. `begin()` is called after the previous kernel has ended, if there is a
+  // unit. Called by the first WARPS warps. `sums`: adapter_sum_bytes(WARPS) of shared memory.
   template <typename ChunkOf, typename Begin>
   __device__ __forceinline__ void run(
       const T* x, float4* sums, ChunkOf chunk_of, Begin begin) const {
@@ -172,8 +172,8 @@ struct AdapterUnits {
         tile = find_adapter_tile(adapters, params.num_rows, unit.tile, this_thread % 32);
         is_found = true;
       }
-      const bool loads = tile.adapter != AdapterTile::kNone;
-      if (loads) {
+      const bool exists = tile.adapter != AdapterTile::kNone;
+      if (exists) {
         load_a(loaded, unit, tile, step, end);
       }
       if (!has_waited) {
@@ -181,7 +181,7 @@ struct AdapterUnits {
         begin();
         has_waited = true;
       }
-      if (loads) {
+      if (exists) {
         load_x(loaded, tile, x, step, end, chunk_of);
       }
       if (!is_sure) {
@@ -193,7 +193,7 @@ struct AdapterUnits {
           continue;
         }
       }
-      if (tile.adapter != AdapterTile::kNone) {
+      if (exists) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
           if (step + WARPS * i < end) {
@@ -202,7 +202,7 @@ struct AdapterUnits {
         }
       }
       step += WARPS * STEPS;
-      if (step >= end || tile.adapter == AdapterTile::kNone) {
+      if (step >= end || !exists) {
         return tile;
       }
     }

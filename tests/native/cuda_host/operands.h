@@ -184,7 +184,7 @@ struct TestAdapters {
     int targets = int(std::count(changed.begin(), changed.end(), true));
     int rank_tiles = (rank + kAdapterRanks - 1) / kAdapterRanks;
     int units = adapter_parts(k) * rank_tiles * targets * adapter_tiles(rows, kCount);
-    int workers = std::min(units, in_blocks ? cluster : 3 * cluster);
+    int workers = in_blocks ? std::min(units, cluster) : 3 * cluster;
     LinearAdapters params{kCount,      rank, targets, units, workers, in_blocks ? 0 : 3 * cluster,
                           {-1, -1, -1}};
     for (size_t i = 0; i < ns.size(); i++) {

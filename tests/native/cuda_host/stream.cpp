@@ -236,6 +236,7 @@ void test_adapters() {
     Product<T> p(rng, kind, ns, k, true);
     auto plain = p.run(45, 8, 1);
     p.adapters.emplace(rng, rank, k, ns, changed);
+    p.run(1, 8, 8);  // more extra blocks than units
     auto few = p.run(7, 1, 2);
     auto many = p.run(45, 8, 1);
     auto wgmma = p.run(45, 8, 8, true);
