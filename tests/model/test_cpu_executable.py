@@ -451,7 +451,8 @@ def test_pools_are_written_in_place_with_or_without_new_handles(returns_pools: b
     result, *handles = program([rows, slots, *pools], returns_pools=returns_pools)
     assert len(handles) == (4 if returns_pools else 1)
     mx.eval(handles[-1])  # waits for the whole step
-    assert np.array_equal(np.array(handles[-1]), np.array(pools[-1]))
+    # As bits, since the slots that nothing wrote may hold NaNs.
+    assert np.array(handles[-1]).tobytes() == np.array(pools[-1]).tobytes()
     assert ops.pool_copies() == copies
     np.testing.assert_array_equal(np.array(result), 2 * np.array(rows))
     for pool, factor in zip(pools, (2, 1, 4, 1)):
