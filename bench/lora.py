@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,20 @@ from harness import environment, print_table, save
 from mlx_paged import LLM, LoadedModel, LoRARequest, SamplingParams
 from mlx_paged.demo.real_model import real_model_path
 from mlx_paged.engine.loading import load
+from mlx_paged.model.lora_slots import features_of
 
 ATTENTION = ("q_proj", "v_proj")
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TARGETS = {"attention": ATTENTION, "all": ALL}
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
            "num_attention_heads": 24, "num_key_value_heads": 8},
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 8},
+    # OLMoE-1B-7B
+    "moe": {"model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024,
+            "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
+            "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
 }  # fmt: skip
 VOCAB_SIZE = 32768
 
@@ -57,14 +63,13 @@ def model_of(shape: str | None, bits: int | None, dtype: str) -> LoadedModel:
     if shape is None:
         loaded = load(real_model_path(), dtype=dtype)
     else:
-        from mlx_lm.models.llama import Model, ModelArgs
-
         config = {
             "model_type": "llama", "rms_norm_eps": 1e-5, "vocab_size": VOCAB_SIZE,
             "rope_theta": 500000.0, "tie_word_embeddings": True, "max_position_embeddings": 4096,
             **SHAPES[shape],
         }  # fmt: skip
-        model = Model(ModelArgs.from_dict(config))
+        family = import_module(f"mlx_lm.models.{config['model_type']}")
+        model = family.Model(family.ModelArgs.from_dict(config))
         model.set_dtype(getattr(mx, "bfloat16" if dtype == "auto" else dtype))
         loaded = LoadedModel(model, load().tokenizer, config, shape)
     if bits is not None:
@@ -77,18 +82,18 @@ def write_adapter(path: Path, model: nn.Module, names: tuple[str, ...], rank: in
     """Writes a random adapter in mlx-lm's format. Layers of one shape have the same matrices."""
     number = int(path.name)
     rng = np.random.default_rng(number)
-    tensors, made = {}, dict[tuple[int, int], tuple[mx.array, mx.array]]()
+    tensors, made = {}, dict[tuple[int, ...], tuple[mx.array, mx.array]]()
     for layer, module in model.named_modules():
         if layer.rpartition(".")[2] not in names or "layers" not in layer:
             continue
-        out_features, width = module.weight.shape
-        if isinstance(module, nn.QuantizedLinear):
-            width = width * 32 // module.bits
-        if (width, out_features) not in made:
-            a = rng.standard_normal((width, rank), dtype=np.float32) / width**0.5
-            b = rng.standard_normal((rank, out_features), dtype=np.float32) * 0.01
-            made[width, out_features] = mx.array(a), mx.array(b)
-        tensors[f"{layer}.lora_a"], tensors[f"{layer}.lora_b"] = made[width, out_features]
+        *experts, width, out_features = features = features_of(module)
+        if features not in made:
+            a = rng.standard_normal((*experts, rank, width), dtype=np.float32) / width**0.5
+            b = rng.standard_normal((*experts, out_features, rank), dtype=np.float32) * 0.01
+            made[features] = (
+                (mx.array(a), mx.array(b)) if experts else (mx.array(a.T), mx.array(b.T))
+            )
+        tensors[f"{layer}.lora_a"], tensors[f"{layer}.lora_b"] = made[features]
     path.mkdir(parents=True)
     config = {"fine_tune_type": "lora", "lora_parameters": {"scale": 1.0, "rank": rank}}
     (path / "adapter_config.json").write_text(json.dumps(config))

@@ -508,6 +508,44 @@ mx::array expert_linear(
       std::move(inputs));
 }
 
+mx::array expert_lora(
+    const mx::array& base, const mx::array& x, const mx::array& adapters, const mx::array& experts,
+    const mx::array& a, const mx::array& b, mx::StreamOrDevice s_) {
+  auto s = mx::to_stream(s_);
+  Validator v("expert_lora");
+  v.require(s.device == mx::Device::cpu, "stream", "the CPU's", "a GPU's");
+  v.require(base.dtype() == mx::float32, "base", "float32", base.dtype());
+  v.require(x.dtype() == mx::float32, "x", "float32", x.dtype());
+  v.require(
+      experts.dtype() == mx::int32 || experts.dtype() == mx::uint32, "experts", "int32 or uint32",
+      experts.dtype());
+  v.require(experts.ndim() > 0, "experts", "an array with at least one axis", "a scalar");
+  v.require(x.ndim() >= 2 && x.shape(-2) == 1, "x", "[..., 1, k]", x.shape());
+  v.shape(a, "a", {-1, -1, -1, x.shape(-1)});
+  auto shape = experts.shape();
+  shape.insert(shape.end(), {1, base.ndim() ? base.shape(-1) : 0});
+  v.require(base.shape() == shape, "the shape of base", shape, base.shape());
+  v.shape(b, "b", {a.shape(0), a.shape(1), a.shape(2), base.shape(-1)});
+  v.floating(a, "a");
+  v.same_dtype(b, "b", a, "a");
+  v.require(
+      a.size() > 0 && int64_t(a.shape(0)) * a.shape(1) <= INT32_MAX && experts.size() <= INT32_MAX,
+      "a", "of at least one matrix and at most 2^31 - 1", a.shape());
+  int top_k = experts.shape(-1);
+  v.shape(adapters, "adapters", {top_k ? int(experts.size() / top_k) : 0});
+  v.int32(adapters, "adapters");
+  // Experts have a row of x each, or all experts of the last axis share one.
+  mx::Shape rows(x.shape().begin(), x.shape().end() - 2);
+  auto shared = experts.shape();
+  shared.back() = 1;
+  v.require(
+      rows == experts.shape() || rows == shared, "x", "one vector for each expert or row",
+      x.shape());
+  return mx::array(
+      base.shape(), mx::float32, std::make_shared<ExpertLora>(s),
+      {base, x, adapters, mx::astype(experts, mx::uint32, s), a, b});
+}
+
 // weight, scales, biases, bias, group size, bits, mode: ExpertWeights in layer_ops.py.
 using ExpertWeights = std::tuple<
     mx::array, mx::array, std::optional<mx::array>, std::optional<mx::array>, int, int,
@@ -675,6 +713,9 @@ void bind_layer_ops(nb::module_& m) {
   m.def(
       "lora", &lora, "base"_a, "x"_a, "adapters"_a, "a"_a, "b"_a, nb::kw_only(),
       "stream"_a = nb::none());
+  m.def(
+      "expert_lora", &expert_lora, "base"_a, "x"_a, "adapters"_a, "experts"_a, "a"_a, "b"_a,
+      nb::kw_only(), "stream"_a = nb::none());
   m.def("add_in_product", &add_in_product, "sum"_a);
   m.def("select_rows", &select_rows, "a"_a, "rows"_a, nb::kw_only(), "kept"_a, "known"_a);
   m.def(

@@ -601,6 +601,22 @@ class Lora : public KernelNode {
   std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[kBase].shape()}; }
 };
 
+// base + (x @ a[adapter, expert].T) @ b[adapter, expert] for each row's experts: Lora for the
+// products of ExpertLinear, on the CPU in float32. Rows of an adapter, and pairs of an expert, that
+// are out of range keep their base.
+// in: base [..., top_k, 1, n], x [..., 1 or top_k, 1, k], adapters [num_rows] int32, experts [...,
+// top_k] uint32, a [num_adapters, num_experts, rank, k], b [num_adapters, num_experts, rank, n].
+// out: like base.
+class ExpertLora : public Node {
+ public:
+  enum { kBase, kX, kAdapters, kExperts, kA, kB };  // inputs
+
+  using Node::Node;
+  MLX_PAGED_NODE("expert_lora")
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  std::vector<mx::Shape> output_shapes(const Arrays& in) override { return {in[kBase].shape()}; }
+};
+
 #undef MLX_PAGED_NODE
 #undef MLX_PAGED_KERNEL_NODE
 

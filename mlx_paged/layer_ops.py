@@ -452,6 +452,58 @@ def lora(
     return ext.lora(base, x, adapters, a, b, stream=stream)
 
 
+def expert_lora(
+    base: mx.array,
+    x: mx.array,
+    adapters: mx.array,
+    experts: mx.array,
+    a: mx.array,
+    b: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Adds the low-rank adapter of each row to the products of its experts.
+
+    Pair j of a row gets ``base + (x @ a[adapter, expert].T) @ b[adapter, expert]``. Its sums do not
+    depend on the other pairs.
+
+    Args:
+        base: ``[..., top_k, 1, n]``: float32 on the CPU, else the dtype of `a`.
+        x: ``[..., 1 or top_k, 1, k]`` like `base`. On a GPU `k` is a multiple of 16 bytes.
+        adapters: ``[num_rows]`` int32, of the leading axes of `experts`. Out of range: the row
+            keeps its base.
+        experts: ``[..., top_k]`` int32 or uint32. Out of range: the pair keeps its base.
+        a: ``[num_adapters, num_experts, rank, k]`` float32, float16 or bfloat16.
+        b: ``[num_adapters, num_experts, rank, n]`` like `a`, multiplied with the adapter's scale.
+
+    Returns:
+        Like `base`.
+
+    Raises:
+        ValueError: An argument has the wrong shape or dtype.
+    """
+    stream = mx.default_device() if stream is None else stream
+    device = stream.device if isinstance(stream, mx.Stream) else stream
+    if device.type == mx.cpu:
+        return ext.expert_lora(base, x, adapters, experts, a, b, stream=stream)
+    with mx.stream(stream):
+        return lora_of_pairs(base, x, adapters, experts, a, b)
+
+
+def lora_of_pairs(
+    base: mx.array, x: mx.array, adapters: mx.array, experts: mx.array, a: mx.array, b: mx.array
+) -> mx.array:
+    """`expert_lora` as one `lora`, whose rows are pairs. For GPUs."""
+    num_adapters, num_experts = a.shape[:2]
+    rows = adapters.reshape(*experts.shape[:-1], 1)
+    # As uint32, negative experts are large.
+    exists = (rows >= 0) & (rows < num_adapters) & (experts.astype(mx.uint32) < num_experts)
+    pairs = mx.where(exists, rows * num_experts + experts.astype(mx.int32), -1).reshape(-1)
+    x = mx.broadcast_to(x, (*experts.shape, *x.shape[-2:])).reshape(-1, x.shape[-1])
+    out = lora(base.reshape(-1, base.shape[-1]), x, pairs, a.flatten(0, 1), b.flatten(0, 1))
+    return out.reshape(base.shape)
+
+
 def add_in_product(sum: mx.array) -> bool:
     """Fuses a residual addition into the matrix product before it.
 

@@ -84,16 +84,6 @@ void run_product(const Product& p, const Bases& bases, int begin, int end) {
   }
 }
 
-void run_expert_piece(const ExpertPhase& phase, const Bases& bases, int task) {
-  const auto& piece = phase.pieces[task];
-  const ExpertProduct& p = phase.products[piece.product];
-  ExpertArgs args = p.args;
-  args.x = p.x.row(bases, 0);
-  args.indices = p.indices.row<uint32_t>(bases, 0);
-  args.out = p.out.row(bases, 0);
-  run_experts(args, piece.share, piece.num_shares);
-}
-
 // Memory of the stream's thread for the values between a step's phases.
 char* step_memory(int64_t bytes) {
   thread_local Scratch memory;
@@ -369,7 +359,8 @@ void CpuExecutable::run(const Bases& bases, const Arrays& in, size_t begin, size
       const auto& piece = products->pieces[task];
       run_product(products->products[piece.product], bases, piece.begin, piece.end);
     } else if (auto* experts = std::get_if<ExpertPhase>(step.phase)) {
-      run_expert_piece(*experts, bases, task);
+      const auto& piece = experts->pieces[task];
+      experts->tasks[piece.task].run(bases, piece.share);
     } else {
       const auto& rows = std::get<RowPhase>(*step.phase);
       int64_t first = rows.rows * task / num_tasks[i];

@@ -24,7 +24,6 @@
 #include "../graph/view.h"
 #include "../primitives.h"
 #include "attention_run.h"
-#include "experts.h"
 #include "integers.h"
 #include "lora.h"
 #include "product.h"
@@ -101,20 +100,18 @@ struct ProductPhase {
   std::vector<Piece> pieces;
 };
 
-// The experts of a row are known only in a run, so the work is divided into shares.
-struct ExpertProduct {
-  View x;           // [rows, ..., k] or [rows, ..., experts per row, ..., k]
-  View indices;     // [rows, ..., experts per row]
-  View out;         // [rows, ..., experts per row, ..., n]
-  ExpertArgs args;  // without the addresses of these
+// Work of experts. Those of a row are known only in a run, so it is divided into shares then.
+struct ExpertTask {
+  int num_shares;
+  std::function<void(const Bases& bases, int share)> run;
 };
 
 struct ExpertPhase {
   struct Piece {
-    int product;
-    int share, num_shares;
+    int task;
+    int share;
   };
-  std::vector<ExpertProduct> products;
+  std::vector<ExpertTask> tasks;
   std::vector<Piece> pieces;
 };
 

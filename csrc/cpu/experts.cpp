@@ -84,38 +84,8 @@ class Block {
 }  // namespace
 
 void ExpertGroups::assign(const ExpertArgs& args) {
-  int num_experts = args.weights.num_experts;
-  starts_.assign(num_experts + 1, 0);
-  pairs_.resize(args.num_pairs());
-  without_.clear();
-  groups_.clear();
-  auto for_pairs = [&](auto body) {
-    int pair = 0;
-    for (int row = 0; row < args.num_rows; row++) {
-      const uint32_t* indices = args.indices + row * args.index_row_stride;
-      for (int i = 0; i < args.per_row; i++, pair++) {
-        body(pair, indices[i]);
-      }
-    }
-  };
-  for_pairs([&](int pair, uint32_t expert) {
-    if (expert < uint32_t(num_experts)) {
-      starts_[expert + 1]++;
-    } else {
-      without_.push_back(pair);
-    }
-  });
-  for (int e = 0; e < num_experts; e++) {
-    int count = starts_[e + 1];
-    starts_[e + 1] += starts_[e];
-    if (count) {
-      groups_.push_back({e, starts_[e], starts_[e + 1]});
-    }
-  }
-  for_pairs([&](int pair, uint32_t expert) {
-    if (expert < uint32_t(num_experts)) {
-      pairs_[starts_[expert]++] = pair;
-    }
+  assign(args.weights.num_experts, args.num_rows, args.per_row, [&](int row, int i) {
+    return args.indices[row * args.index_row_stride + i];
   });
 }
 

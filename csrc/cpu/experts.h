@@ -46,6 +46,10 @@ class ExpertGroups {
  public:
   void assign(const ExpertArgs& args);
 
+  // `expert_of(row, i)`: the expert of pair i of a row as a uint32.
+  template <typename ExpertOf>
+  void assign(int num_experts, int num_rows, int per_row, const ExpertOf& expert_of);
+
   struct Group {
     int expert;
     int begin, end;  // range in pairs()
@@ -60,6 +64,41 @@ class ExpertGroups {
   std::vector<int> without_;
   std::vector<Group> groups_;
 };
+
+template <typename ExpertOf>
+void ExpertGroups::assign(int num_experts, int num_rows, int per_row, const ExpertOf& expert_of) {
+  starts_.assign(num_experts + 1, 0);
+  pairs_.resize(num_rows * per_row);
+  without_.clear();
+  groups_.clear();
+  auto for_pairs = [&](auto body) {
+    int pair = 0;
+    for (int row = 0; row < num_rows; row++) {
+      for (int i = 0; i < per_row; i++, pair++) {
+        body(pair, expert_of(row, i));
+      }
+    }
+  };
+  for_pairs([&](int pair, uint32_t expert) {
+    if (expert < uint32_t(num_experts)) {
+      starts_[expert + 1]++;
+    } else {
+      without_.push_back(pair);
+    }
+  });
+  for (int e = 0; e < num_experts; e++) {
+    int count = starts_[e + 1];
+    starts_[e + 1] += starts_[e];
+    if (count) {
+      groups_.push_back({e, starts_[e], starts_[e + 1]});
+    }
+  }
+  for_pairs([&](int pair, uint32_t expert) {
+    if (expert < uint32_t(num_experts)) {
+      pairs_[starts_[expert]++] = pair;
+    }
+  });
+}
 
 // Number of shares worth running in parallel.
 int expert_shares(const ExpertArgs& args);

@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "../dense.h"
+#include "expert_lora.h"
+#include "experts.h"
 #include "kernels.h"
 #include "weights.h"
 
@@ -17,6 +19,15 @@ namespace {
 
 bool is_product(const StepGraph&, const GraphNode& node) {
   return node.op == Op::linear || node.op == Op::quantized_linear;
+}
+
+// Elements between the vectors of a row's experts; 0 if they share one.
+int64_t pair_stride(const View& x, const View& experts, int64_t k) {
+  bool shares_rows = x.row_size() == k;
+  require(
+      x.rows() == experts.rows() && (shares_rows || x.row_size() == experts.row_size() * k),
+      "experts of several vectors a row");
+  return shares_rows ? 0 : k;
 }
 
 }  // namespace
@@ -80,6 +91,8 @@ void CpuLowering::lower_natively(const GraphNode& node) {
       return lower_product(node);
     case Op::expert_linear:
       return lower_experts(node);
+    case Op::expert_lora:
+      return lower_expert_lora(node);
     case Op::write_kv:
       return lower_write_kv(node);
     case Op::paged_attention:
@@ -323,32 +336,70 @@ void CpuLowering::lower_experts(const GraphNode& node) {
   auto weights = [&](const GraphNode& n) {
     return weights_of(n.as<ExpertLinear>(), with_weights(n, 2));
   };
-  ExpertProduct p{};
-  p.args.weights = weights(expert);
+  ExpertArgs args;
+  args.weights = weights(expert);
   if (gated) {
-    p.args.up = weights(graph_.nodes()[gated->up]);
+    args.up = weights(graph_.nodes()[gated->up]);
     require(
-        p.args.up->n() == p.args.weights.n() &&
-            p.args.up->num_experts == p.args.weights.num_experts,
+        args.up->n() == args.weights.n() && args.up->num_experts == args.weights.num_experts,
         "a gate of another size");
   }
-  p.x = dense_rows(view(expert.inputs[0]));
-  p.indices = dense_rows(view(expert.inputs[1]));
-  p.args.num_rows = int(p.x.rows());
-  p.args.per_row = int(p.indices.row_size());
-  int64_t k = p.args.weights.all.k;
-  bool shares_rows = p.x.row_size() == k;
+  View x = dense_rows(view(expert.inputs[0]));
+  View indices = dense_rows(view(expert.inputs[1]));
+  args.num_rows = int(x.rows());
+  args.per_row = int(indices.row_size());
+  args.x_row_stride = x.strides[0];
+  args.x_pair_stride = pair_stride(x, indices, args.weights.all.k);
+  args.index_row_stride = indices.strides[0];
+  View out = new_value(node.outputs[0]);
+  int num_shares = expert_shares(args);
+  auto run = [=](const Bases& bases, int share) {
+    ExpertArgs of_run = args;
+    of_run.x = x.row(bases, 0);
+    of_run.indices = indices.row<uint32_t>(bases, 0);
+    of_run.out = out.row(bases, 0);
+    run_experts(of_run, share, num_shares);
+  };
+  add(ExpertTask{num_shares, run}, x.rows(), {x.buffer, indices.buffer}, {out.buffer});
+}
+
+void CpuLowering::lower_expert_lora(const GraphNode& node) {
+  const auto& in = node.inputs;
+  auto args = expert_lora_args(in);
+  View base = dense_rows(view(in[ExpertLora::kBase]));
+  View x = dense_rows(view(in[ExpertLora::kX]));
+  View experts = dense_rows(view(in[ExpertLora::kExperts]));
+  View adapters = view(in[ExpertLora::kAdapters]);
+  View a = view(in[ExpertLora::kA]);
+  View b = view(in[ExpertLora::kB]);
   require(
-      p.x.rows() == p.indices.rows() && (shares_rows || p.x.row_size() == p.args.per_row * k),
-      "experts of several vectors a row");
-  p.args.x_row_stride = p.x.strides[0];
-  p.args.x_pair_stride = shares_rows ? 0 : k;
-  p.args.index_row_stride = p.indices.strides[0];
-  p.out = new_value(node.outputs[0]);
-  int64_t rows = p.x.rows();
-  std::vector<int> gathers{p.x.buffer, p.indices.buffer};
-  int out = p.out.buffer;
-  add(std::move(p), rows, std::move(gathers), {out});
+      a.is_dense() && b.is_dense() && adapters.is_dense() && adapters.rows() == x.rows() &&
+          base.rows() == x.rows() && base.row_size() == int64_t(args.per_row) * args.shape.n,
+      "adapters of experts of several vectors a row");
+  args.x_row_stride = x.strides[0];
+  args.x_pair_stride = pair_stride(x, experts, args.shape.k);
+  args.expert_row_stride = experts.strides[0];
+  args.base_row_stride = base.strides[0];
+  View out = new_value(node.outputs[0]);
+  int num_shares = expert_lora_shares(args);
+  auto run = [=](const Bases& bases, int share) {
+    auto matrices = [&](const View& v) {
+      return bases[v.buffer] + v.offset * args.shape.item_size;
+    };
+    ExpertLoraArgs of_run = args;
+    of_run.a = matrices(a);
+    of_run.b = matrices(b);
+    of_run.x = x.row(bases, 0);
+    of_run.adapters = adapters.row<int32_t>(bases, 0);
+    of_run.experts = experts.row<uint32_t>(bases, 0);
+    of_run.base = base.row(bases, 0);
+    of_run.out = out.row(bases, 0);
+    thread_local ExpertGroups groups;
+    assign(groups, of_run);
+    run_expert_lora(of_run, groups, share, num_shares);
+  };
+  add(ExpertTask{num_shares, run}, x.rows(),
+      {base.buffer, x.buffer, adapters.buffer, experts.buffer, a.buffer, b.buffer}, {out.buffer});
 }
 
 // --- Values

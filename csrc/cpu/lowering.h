@@ -39,6 +39,7 @@ class CpuLowering {
   void lower_attention(const GraphNode& node);
   void lower_product(const GraphNode& node);
   void lower_experts(const GraphNode& node);
+  void lower_expert_lora(const GraphNode& node);
   Projection projection_of(const GraphNode& node, const GraphNode* lora);
   Adapters adapters_of(const GraphNode& lora, const View& x);
   View as_integers(const View& x, const WeightView& weight, const IntegerKernels& integers);

@@ -62,10 +62,9 @@ void cut(AdapterPhase& phase) {
 }
 
 void cut(ExpertPhase& phase) {
-  for (size_t i = 0; i < phase.products.size(); i++) {
-    int shares = expert_shares(phase.products[i].args);
-    for (int share = 0; share < shares; share++) {
-      phase.pieces.push_back({int(i), share, shares});
+  for (size_t i = 0; i < phase.tasks.size(); i++) {
+    for (int share = 0; share < phase.tasks[i].num_shares; share++) {
+      phase.pieces.push_back({int(i), share});
     }
   }
 }
@@ -88,7 +87,7 @@ class PhaseScheduler {
     while (num_waiting_ > 0) {
       // Adapters first, so that the products of one x, with and without them, share a phase.
       bool is_made = add_rows() || add_all(&AdapterPhase::adapters) ||
-                     add_all(&ProductPhase::products) || add_all(&ExpertPhase::products) ||
+                     add_all(&ProductPhase::products) || add_all(&ExpertPhase::tasks) ||
                      add_other();
       require(is_made, "operations that wait for each other");
     }

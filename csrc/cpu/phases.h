@@ -14,7 +14,7 @@ namespace mlx_paged::cpu {
 
 // An operation before it is scheduled.
 struct Operation {
-  using Work = std::variant<RowTask, Adapters, Product, ExpertProduct, AttentionPhase, NodePhase>;
+  using Work = std::variant<RowTask, Adapters, Product, ExpertTask, AttentionPhase, NodePhase>;
 
   Work work;
   int64_t rows;

@@ -67,6 +67,7 @@ constexpr Row kTable[] = {
     {"Sum AllReduce", Op::all_reduce, RowRule::elementwise},
     {"clipped_swiglu", Op::clipped_swiglu, RowRule::elementwise},
     {"expert_linear", Op::expert_linear, RowRule::dependent},
+    {"expert_lora", Op::expert_lora, RowRule::dependent},
     {"gelu", Op::gelu, RowRule::elementwise},
     {"greedy_tokens", Op::greedy_tokens, RowRule::dependent},
     {"layer_norm", Op::layer_norm, RowRule::first},

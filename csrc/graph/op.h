@@ -67,6 +67,7 @@ enum class Op : uint8_t {
   // Ours (primitives.h)
   clipped_swiglu,
   expert_linear,
+  expert_lora,
   gelu,
   greedy_tokens,
   layer_norm,

@@ -39,7 +39,7 @@ from mlx_paged.engine.sampling.sampler import (
     sample,
 )
 from mlx_paged.model.layout import KVCacheGroupSpec
-from mlx_paged.model.lora import LowRank
+from mlx_paged.model.lora_slots import LowRank
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.plan import BlockTableCache, PaddedTables, StateSlots, StepInputs

@@ -145,6 +145,7 @@ class StepContext(threading.local):
         self.limit = limit or ContextLimit()
         self._step: Step | None = None
         self.adapters: mx.array | None = None  # of the rows that model code sees now
+        self.pairs_have_slots = False  # see `expert_lora`
         self.activations = "float32"  # see `ops.activations`
 
     @property
@@ -166,6 +167,15 @@ class StepContext(threading.local):
     def leave(self) -> None:
         """Ends the step, because the arrays of a finished step must not be kept alive here."""
         self._step = self.adapters = None
+
+    @contextmanager
+    def slots_in_pairs(self) -> Iterator[None]:
+        """Within it, the numbers of experts include the slot of each row's adapter."""
+        self.pairs_have_slots = True
+        try:
+            yield
+        finally:
+            self.pairs_have_slots = False
 
     @contextmanager
     def rows(self, rows: mx.array | None) -> Iterator[None]:

@@ -35,7 +35,8 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
-from mlx_paged.model.lora import AdapterLayers, AdapterTargets, LowRank
+from mlx_paged.model.lora import AdapterLayers, AdapterTargets
+from mlx_paged.model.lora_slots import LowRank
 from mlx_paged.model.media import MediaFeatures, MediaInputs
 from mlx_paged.model.output_rows import OutputProjection, OutputRows
 from mlx_paged.model.pipeline import Stage
@@ -571,10 +572,17 @@ class PagedModel:
             # The number of features depends on a step's images, so such a step does not repeat.
             is_of_arrays=not self.layout.has_states
             and inputs.bounds is None
+            and not self._adapts_experts_on_gpu(inputs)
             and (media is None or (not len(media.rows) and media.bounds is None)),
             may_pad_prompts=may_pad and inputs.features is None,
             may_pad_decodes=may_pad and inputs.may_pad and (inputs.splits_drafts or is_padded),
         )
+
+    def _adapts_experts_on_gpu(self, inputs: StepInputs) -> bool:
+        """True for steps whose adapters change experts, which no GPU's executable serves."""
+        layers = self.adapter_layers
+        changes = layers is not None and layers.change_experts and inputs.adapters is not None
+        return changes and not self.platform.on_cpu
 
     def _run_in_groups(self, tokens: mx.array, inputs: StepInputs) -> StepOutput:
         patches.ensure_installed()

@@ -129,6 +129,7 @@ class _Building(threading.local):
     on_cuda: bool = False
     linear_dtypes: tuple[mx.Dtype, ...] = ()  # that `ops.linear` supports
     activations: str = "float32"  # of products on the CPU
+    experts_apart: bool = False  # layers of experts are called one by one
     by_rows: bool | int = False  # leading rows whose sums do not depend on the others; True: all
     tower: TowerOps | None = None  # set while a tower is built instead, on the CPU
 
@@ -488,8 +489,9 @@ def _prompt_glu(self: switch_layers.SwitchGLU, x: mx.array, indices: mx.array) -
     layers = self.gate_proj, self.up_proj, self.down_proj
     if (
         indices.size < _MIN_SORTED_PAIRS
+        or _building.experts_apart
         or type(self.activation) is not switch_layers.SwiGLU
-        or not all(type(layer) is switch_layers.QuantizedSwitchLinear for layer in layers)
+        or not all(isinstance(layer, switch_layers.QuantizedSwitchLinear) for layer in layers)
     ):
         return None
     rows = x.reshape(-1, x.shape[-1])
@@ -504,6 +506,22 @@ def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) ->
         return _mlx_switch_mlp(self, x, indices)
     x, indices = mx.expand_dims(x, (-2, -3)), mx.stop_gradient(indices)
     return self.fc2(self.activation(self.fc1(x, indices)), indices).squeeze(-2)
+
+
+def keeps_order_of_pairs(around: type[nn.Module]) -> bool:
+    """True if this class calls its layers of experts with pairs of a row and an expert in the order
+    of rows, in the step that this thread is building."""
+    return _building.is_native and around.__call__ in (switch_glu, switch_mlp)
+
+
+@contextmanager
+def separate_experts() -> Iterator[None]:
+    """Within it, layers of experts are called one by one, even where one kernel could serve all."""
+    _building.experts_apart = True
+    try:
+        yield
+    finally:
+        _building.experts_apart = False
 
 
 def as_linear(self: nn.Embedding, x: mx.array) -> mx.array:

@@ -26,7 +26,8 @@ from mlx_paged.engine.lora.files import Adapter, read_adapter
 from mlx_paged.engine.lora.request import LoRARequest
 from mlx_paged.engine.lora.store import AdapterStore
 from mlx_paged.errors import AdapterError
-from mlx_paged.model.lora import AdapterTargets, LowRank
+from mlx_paged.model.lora import AdapterTargets
+from mlx_paged.model.lora_slots import LowRank
 
 LLAMA = tiny_config("llama", tied=False)
 Q = "model.layers.1.self_attn.q_proj"
@@ -142,7 +143,10 @@ LAYER = r"the layer 'model.layers.1.self_attn.q_proj'"
         ({f"{Q}.m": (64,)}, r"every tensor must be half .*\(DoRA is not supported\) but got"),
         ({f"{Q}.weight": (64, 64)}, "every tensor must be half of a low-rank update"),
         ({f"{Q}.lora_a": (64, 4)}, f"{LAYER} must be given as both a and b but got only a"),
-        ({f"{Q}.lora_a": (4, 64, 4), f"{Q}.lora_b": (4, 4, 64)}, "adapters of experts are not"),
+        (
+            {f"{Q}.lora_a": (4, 64, 4), f"{Q}.lora_b": (4, 4, 64)},
+            "must be matrices but got shapes",
+        ),
         (
             {f"{Q}.lora_a": (32, 4), f"{Q}.lora_b": (4, 64)},
             "64 inputs and 64 outputs, but got ranks 4 and 4, 32 inputs and 64 outputs",
@@ -175,12 +179,12 @@ def test_tensors(
         read(tmp_path, targets)
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    model = family_model(config_of("qwen3_moe"))
-    targets = AdapterTargets.of(model, model.lm_head)
-    [path, *_] = [path for path in targets.refused if path.endswith("up_proj")]
+def test_layers_that_are_like_experts_are_refused_by_name(tmp_path: Path) -> None:
+    """They are called with groups of heads instead of a token's experts."""
+    targets = AdapterTargets.of(family_model(config_of("deepseek_v41")), None)
+    [path, *_] = [path for path in targets.refused if path.endswith("o_a_proj")]
     write_mlx(tmp_path, {path: (np.zeros((4, 64), np.float32), np.zeros((32, 4), np.float32))})
-    with pytest.raises(AdapterError, match="but got a layer of experts"):
+    with pytest.raises(AdapterError, match="but got a layer of experts outside of an MLP"):
         read(tmp_path, targets)
 
 

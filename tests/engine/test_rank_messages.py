@@ -29,7 +29,7 @@ from mlx_paged.engine.ranks.messages import (
     StepReader,
     StepWriter,
 )
-from mlx_paged.model.lora import LowRank
+from mlx_paged.model.lora_slots import LowRank
 
 
 def batch() -> StepBatch:

@@ -25,7 +25,8 @@ def num_buffers() -> int:
     """Counts lists, arrays and byte strings of about as many tokens, in fields of our objects."""
     found = set()
     for thing in gc.get_objects():
-        if type(thing).__module__.startswith("mlx_paged."):
+        # (Some classes have a descriptor there.)
+        if str(type(thing).__module__).startswith("mlx_paged."):
             for value in fields_of(thing):
                 if isinstance(value, (list, tuple, array, bytes)):
                     size = len(value) // (4 if isinstance(value, bytes) else 1)

@@ -10,7 +10,7 @@ from support.gpu_executables import with_programs
 from support.models import StepDriver, random_tokens, tiny_config, tiny_model
 from support.simulated import launches, needs_simulator, simulated
 
-from mlx_paged.model.lora import LowRank
+from mlx_paged.model.lora_slots import LowRank
 
 pytestmark = needs_simulator
 

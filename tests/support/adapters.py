@@ -18,34 +18,38 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_paged.core import StepBatch
-from mlx_paged.model.lora import LowRank
+from mlx_paged.model.lora_slots import EXPERTS, LowRank, features_of
 from support.models import StepDriver, dense_logits, tiny_model
 
-Layers = dict[str, tuple[np.ndarray, np.ndarray]]  # by path: a [rank, in], b [out, rank]
+# By path: a [rank, in], b [out, rank]; with a leading axis for experts.
+Layers = dict[str, tuple[np.ndarray, np.ndarray]]
 ATTENTION = ("q_proj", "v_proj")
 
 
 def random_layers(
     model: nn.Module, seed: int, *, rank: int = 4, names: Collection[str] = ATTENTION
 ) -> Layers:
-    """Changes of a model's linear layers whose paths end in these names.
+    """Changes of a model's layers whose paths end in these names; of all their experts.
 
     They are as large as the weights, so that another adapter gives other tokens.
     """
     rng = np.random.default_rng(seed)
     layers: Layers = {}
     for path, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+        if not isinstance(module, (nn.Linear, nn.QuantizedLinear, *EXPERTS)):
             continue
         if path.rpartition(".")[2] in names and "layers" in path:
-            out_features, width = module.weight.shape
-            if isinstance(module, nn.QuantizedLinear):
-                width = width * 32 // module.bits
-            a = rng.standard_normal((rank, width)) / np.sqrt(width)
-            b = rng.standard_normal((out_features, rank)) / np.sqrt(rank)
+            *experts, width, out_features = features_of(module)
+            a = rng.standard_normal((*experts, rank, width)) / np.sqrt(width)
+            b = rng.standard_normal((*experts, out_features, rank)) / np.sqrt(rank)
             layers[path] = a.astype(np.float32), b.astype(np.float32)
     assert layers
     return layers
+
+
+def changes_of(layers: Layers) -> dict[str, LowRank]:
+    """The same as updates of a paged model."""
+    return {path: LowRank(a, b.swapaxes(-1, -2)) for path, (a, b) in layers.items()}
 
 
 def with_adapters(
@@ -56,7 +60,7 @@ def with_adapters(
     adapters = {}
     for slot in (1, 2):
         layers = random_layers(tiny_model(config), slot, names=names)
-        changes = {path: LowRank(a, b.T) for path, (a, b) in layers.items()}
+        changes = changes_of(layers)
         adapters[slot] = SimpleNamespace(layers=changes)
     launch = driver.runner.launch
 
@@ -75,8 +79,9 @@ def write_mlx(path: Path, layers: Layers, *, scale: float = 2.0, **config: Any) 
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a, b) in layers.items():
-        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = mx.array(a.T), mx.array(b.T)
-    rank = len(next(iter(layers.values()))[0])
+        halves = (a, b) if a.ndim == 3 else (a.T, b.T)  # mlx-lm transposes no experts
+        tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = map(mx.array, halves)
+    rank = next(iter(layers.values()))[0].shape[-2]
     keys = sorted({name.partition("layers.")[2].partition(".")[2] for name in layers})
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     given = {"fine_tune_type": "lora", "num_layers": 64, "lora_parameters": parameters, **config}
@@ -86,19 +91,44 @@ def write_mlx(path: Path, layers: Layers, *, scale: float = 2.0, **config: Any) 
 
 
 def write_peft(
-    path: Path, layers: Layers, *, alpha: float = 8.0, dtype: mx.Dtype = mx.float32, **config: Any
+    path: Path,
+    layers: Layers,
+    *,
+    alpha: float = 8.0,
+    dtype: mx.Dtype = mx.float32,
+    keeps: Callable[[str], bool] = lambda _: True,
+    **config: Any,
 ) -> Path:
-    """Writes an adapter as PEFT does."""
+    """Writes an adapter as PEFT does: each expert by itself.
+
+    Args:
+        keeps: Of a layer's name: True to write the layer.
+    """
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for name, (a, b) in layers.items():
+    for name, (a, b) in single_experts(layers).items():
+        if not keeps(name):
+            continue
         tensors[f"base_model.model.{name}.lora_A.weight"] = mx.array(a).astype(dtype)
         tensors[f"base_model.model.{name}.lora_B.weight"] = mx.array(b).astype(dtype)
-    rank = len(next(iter(layers.values()))[0])
+    rank = next(iter(layers.values()))[0].shape[-2]
     given = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **config}
     (path / "adapter_config.json").write_text(json.dumps(given))
     mx.save_safetensors(str(path / "adapter_model.safetensors"), tensors)
     return path
+
+
+def single_experts(layers: Layers) -> Layers:
+    """Layers of experts as one layer for each, as transformers names them."""
+    found: Layers = {}
+    for name, (a, b) in layers.items():
+        if a.ndim == 2:
+            found[name] = a, b
+            continue
+        block, _, part = name.rsplit(".", 2)
+        for expert, pair in enumerate(zip(a, b)):
+            found[f"{block}.experts.{expert}.{part}"] = pair
+    return found
 
 
 def adapted(model: nn.Module, path: Path) -> nn.Module:

@@ -76,7 +76,9 @@ def add_adapter(whole: nn.Module, driver: Driver) -> None:
     targets = driver.paged.adapter_targets()
     names = {path.rpartition(".")[2] for path in targets.linear}
     with tempfile.TemporaryDirectory() as folder:
-        path = write_mlx(Path(folder), random_layers(whole, 1, names=names), scale=0.5)
+        layers = random_layers(whole, 1, names=names)
+        layers = {name: pair for name, pair in layers.items() if name in targets.linear}
+        path = write_mlx(Path(folder), layers, scale=0.5)
         driver.paged.enable_adapters(1, RANK_STEP)
         driver.paged.load_adapter(1, read_adapter("all", path, targets).layers)
         adapted(whole, path)

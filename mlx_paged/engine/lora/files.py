@@ -8,6 +8,7 @@ weights      ``adapters.safetensors``       ``adapter_model.safetensors``
 names        ``PATH.lora_a``                ``base_model.model.PATH.lora_A.weight``
 shapes       a [in, r], b [r, out]          A [r, in], B [out, r]
 scale        ``lora_parameters.scale``      alpha / r, or alpha / sqrt(r)
+experts      a [E, r, in], b [E, out, r]    each by itself: ``experts.3``
 ===========  =============================  ============================
 
 Uses only NumPy, so that any thread can read an adapter while the engine's thread runs steps.
@@ -28,10 +29,15 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from mlx_paged.errors import AdapterError
-from mlx_paged.model.lora import AdapterTargets, LowRank
+from mlx_paged.model.lora import AdapterTargets
+from mlx_paged.model.lora_slots import LowRank
 
 _CONFIG = "adapter_config.json"
 _MLX_WEIGHTS, _PEFT_WEIGHTS = "adapters.safetensors", "adapter_model.safetensors"
+# A layer of one expert in PEFT's files, and where mlx-lm keeps it.
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<name>\w+)")
+_EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's
+_AROUND_EXPERTS = ("switch_mlp", "switch_glu", "experts")
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 
 
@@ -106,7 +112,7 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
     layers = reader(str(path), config, targets).layers_of(tensors)
     digest = hashlib.sha256(config_bytes)
     digest.update(weights_bytes)
-    rank = max(len(change.a) for change in layers.values())
+    rank = max(change.rank for change in layers.values())
     return Adapter(name, digest.hexdigest(), rank, layers)
 
 
@@ -202,68 +208,119 @@ class _Reader:
         if not pairs:
             raise self.error("the weights", "at least one low-rank tensor", "none")
         found: dict[str, LowRank] = {}
+        of_experts: dict[str, dict[int, LowRank]] = {}
         for layer, pair in pairs.items():
-            path = self._path_in_model(layer)
+            path, expert = self._path_in_model(layer)
+            if path in found or expert in of_experts.get(path, {}):
+                raise AdapterError(self.path, f"two of its layers match {path!r} of the model")
+            change = self._change(layer, path, expert, pair)
+            if expert is None:
+                found[path] = change
+            else:
+                of_experts.setdefault(path, {})[expert] = change
+        for path, changes in of_experts.items():
             if path in found:
                 raise AdapterError(self.path, f"two of its layers match {path!r} of the model")
-            found[path] = self._change(layer, path, pair)
+            found[path] = _stacked(changes, self.targets.experts[path][0])
         return found
 
     def refuse(self, name: str) -> AdapterError:
         """Returns the error for a tensor that is not half of a low-rank update."""
-        expected = "half of a low-rank update of a linear layer"
+        expected = "half of a low-rank update of a linear layer or of experts"
         if re.search(r"\.m$|lora_magnitude_vector", name):
             expected += " (DoRA is not supported)"
         elif "lora_embedding" in name:
             expected += " (adapters of embeddings are not supported)"
         return self.error("every tensor", expected, repr(name))
 
-    def _path_in_model(self, layer: str) -> str:
+    def _path_in_model(self, layer: str) -> tuple[str, int | None]:
         """Finds a layer by its path, or by the part of the path from the layer number on.
 
         Multimodal models wrap the language model, which puts other names in front.
 
+        Returns:
+            The path, and the expert's number if the layer is one expert's.
+
         Raises:
             AdapterError: The model has no such linear layer, or several.
         """
-        known = [*self.targets.linear, *self.targets.refused]
-        if layer in self.targets.linear:
-            return layer
-        found = [layer] if layer in self.targets.refused else []
-        if not found:
-            end = re.search(r"(?:^|\.)(layers\.\d+\..*|h\.\d+\..*|lm_head|embed_tokens)$", layer)
-            if end is not None:
-                found = [path for path in known if f".{path}".endswith(f".{end[1]}")]
-        if len(found) == 1 and found[0] in self.targets.linear:
-            return found[0]
-        what = f"the layer {layer!r}"
+        targets, what = self.targets, f"the layer {layer!r}"
+        found, expert = self._ending_with(layer), None
+        one = _EXPERT.fullmatch(layer)
+        if not found and one is not None:
+            expert = int(one["expert"])
+            name = _EXPERT_NAMES.get(one["name"], one["name"])
+            for inner in _AROUND_EXPERTS:
+                found = found or self._ending_with(f"{one['block']}.{inner}.{name}")
+        if len(found) == 1 and found[0] in targets.experts and expert is not None:
+            num_experts = targets.experts[found[0]][0]
+            if expert >= num_experts:
+                raise self.error(what, f"one of {num_experts} experts", str(expert))
+            return found[0], expert
+        if len(found) == 1 and (found[0] in targets.linear or found[0] in targets.experts):
+            return found[0], None
         if not found:
             raise self.error(what, "a linear layer of the model", "a name that it lacks")
         if len(found) > 1:
             raise self.error(what, "one linear layer of the model", ", ".join(found))
         raise self.error(what, "a linear layer within the model", self.targets.refused[found[0]])
 
-    def _change(self, layer: str, path: str, pair: Mapping[str, np.ndarray]) -> LowRank:
+    def _ending_with(self, layer: str) -> list[str]:
+        """Returns the model's layer of this path, or those with the same path from the layer number
+        on."""
+        known = [*self.targets.linear, *self.targets.experts, *self.targets.refused]
+        if layer in known:
+            return [layer]
+        end = re.search(r"(?:^|\.)(layers\.\d+\..*|h\.\d+\..*|lm_head|embed_tokens)$", layer)
+        if end is None:
+            return []
+        return [path for path in known if f".{path}".endswith(f".{end[1]}")]
+
+    def _change(
+        self, layer: str, path: str, expert: int | None, pair: Mapping[str, np.ndarray]
+    ) -> LowRank:
+        """Returns the update of a layer; if it has experts, of one or all of them."""
         if pair.keys() != {"a", "b"}:
             given = f"only {''.join(pair)}"
             raise self.error(f"the layer {layer!r}", "given as both a and b", given)
         a, b = pair["a"], pair["b"]
-        if a.ndim != 2 or b.ndim != 2:
-            expected = "matrices (adapters of experts are not supported)"
-            raise self.error(
-                f"the tensors of {layer!r}", expected, f"shapes {a.shape} and {b.shape}"
-            )
-        if self.transposed:
+        what = f"the tensors of {layer!r}"
+        of_experts = path in self.targets.experts
+        shape = self.targets.experts[path] if of_experts else self.targets.linear[path]
+        *experts, width, out_features = shape
+        leading = () if expert is not None else tuple(experts)
+        if a.ndim != 2 + len(leading) or b.ndim != a.ndim:
+            expected = "a matrix for each expert" if leading else "matrices"
+            raise self.error(what, expected, f"shapes {a.shape} and {b.shape}")
+        if self.transposed and not leading:
             a = a.T
         else:
-            b = b.T
-        rank, (width, out_features) = len(a), self.targets.linear[path]
-        if not rank or a.shape != (rank, width) or b.shape != (rank, out_features):
-            expected = f"of equal rank above 0, with {width} inputs and {out_features} outputs,"
-            given = f"ranks {rank} and {len(b)}, {a.shape[1]} inputs and {b.shape[1]} outputs"
-            raise self.error(f"the tensors of {layer!r}", expected, given)
+            b = b.swapaxes(-1, -2)
+        rank = a.shape[-2]
+        shapes = (*leading, rank, width), (*leading, rank, out_features)
+        if not rank or (a.shape, b.shape) != shapes:
+            expected = f"{width} inputs and {out_features} outputs,"
+            given = (
+                f"ranks {rank} and {b.shape[-2]}, {a.shape[-1]} inputs and {b.shape[-1]} outputs"
+            )
+            if leading:
+                expected = f"{leading[0]} experts, {expected}"
+                given = f"{len(a)} and {len(b)} experts, {given}"
+            raise self.error(what, f"of equal rank above 0, with {expected}", given)
         scale = np.float32(self.scale_of(layer, rank))
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b) * scale)
+
+
+def _stacked(changes: Mapping[int, LowRank], num_experts: int) -> LowRank:
+    """Joins the updates of single experts. The others do not change."""
+    rank = max(change.rank for change in changes.values())
+    halves = []
+    for half in zip(*changes.values()):
+        stacked = np.zeros((num_experts, rank, half[0].shape[1]), np.float32)
+        for expert, values in zip(changes, half):
+            stacked[expert, : len(values)] = values
+        halves.append(stacked)
+    return LowRank(*halves)
 
 
 class _MlxReader(_Reader):

@@ -19,7 +19,8 @@ from mlx_paged.engine.ranks.messages import (
     Message,
     MessageError,
 )
-from mlx_paged.model.lora import AdapterLayers, LowRank
+from mlx_paged.model.lora import AdapterLayers
+from mlx_paged.model.lora_slots import LowRank
 
 
 class Slots(NamedTuple):

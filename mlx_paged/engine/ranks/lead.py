@@ -31,7 +31,7 @@ from mlx_paged.engine.ranks.messages import (
 from mlx_paged.engine.ranks.peers import shared_tokens
 from mlx_paged.engine.runner import ModelRunner
 from mlx_paged.model.layout import KVCacheGroupSpec
-from mlx_paged.model.lora import LowRank
+from mlx_paged.model.lora_slots import LowRank
 from mlx_paged.model.media import StepMedia
 from mlx_paged.model.plan import StepInputs
 
