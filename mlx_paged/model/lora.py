@@ -124,6 +124,7 @@ class AdapterLayers:
         self._row_dtype = mx.float32 if platform.on_cpu else dtype
         self._context = context
         self._layers: dict[str, AdaptedLayer] = {}
+        self._has_new_layers = False  # since the last load that succeeded
         self._overrides = Overrides()
         self._expert_overrides = ExpertOverrides(
             context, num_slots, self._row_dtype, self._overrides
@@ -140,6 +141,9 @@ class AdapterLayers:
 
         Returns:
             True if compiled steps with adapters are no longer valid.
+
+        Raises:
+            MemoryError: There is no memory for further layers. The next load continues.
         """
         added = layers.keys() - self._layers.keys()
         for path in added & self._modules.keys():
@@ -150,7 +154,8 @@ class AdapterLayers:
             self._expert_overrides.add(around, module, self._add(path, module))
         for path, layer in self._layers.items():
             layer.write(slot, layers.get(path))
-        return not added.isdisjoint(self._layers) or "write_kv" in kernels.rejected
+        is_new, self._has_new_layers = self._has_new_layers, False
+        return is_new or "write_kv" in kernels.rejected
 
     @property
     def change_experts(self) -> bool:
@@ -161,6 +166,7 @@ class AdapterLayers:
         part = self._parts.get(path)
         layer = AdaptedLayer(module, part, self.num_slots, self.rank, self.dtype)
         self._layers[path] = layer
+        self._has_new_layers = True
         return layer
 
     def _override(self, module: nn.Module, layer: AdaptedLayer) -> None:

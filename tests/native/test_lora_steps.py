@@ -5,12 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from support.adapters import random_layers, with_adapters
+from support.adapters import changes_of, random_layers, with_adapters
 from support.gpu_executables import with_programs
 from support.models import StepDriver, random_tokens, tiny_config, tiny_model
 from support.simulated import launches, needs_simulator, simulated
 
-from mlx_paged.model.lora_slots import LowRank
+from mlx_paged.model.lora_slots import AdaptedLayer
 
 pytestmark = needs_simulator
 
@@ -55,7 +55,7 @@ def test_slots_are_written_in_place() -> None:
     loaded = [random_layers(tiny_model(LLAMA), seed) for seed in (1, 2)]
     kept: list[mx.array] = []
     for layers in loaded:
-        model.load_adapter(2, {path: LowRank(a, b.T) for path, (a, b) in layers.items()})
+        model.load_adapter(2, changes_of(layers))
         assert model.adapter_layers is not None
         stacks = model.adapter_layers._layers[layer]
         kept = kept or [stacks.a, stacks.b]
@@ -63,3 +63,23 @@ def test_slots_are_written_in_place() -> None:
             found = np.array(stack)
             np.testing.assert_array_equal(found[1, : len(values)], values)
             assert not found[1, len(values) :].any() and not found[0].any()
+
+
+def test_a_load_that_failed_leaves_no_graphs_without_its_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = driver_of().runner.model
+    model.enable_adapters(2, 8)
+    adapters = model.adapter_layers
+    assert adapters is not None
+    changes = changes_of(random_layers(tiny_model(LLAMA), 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaptedLayer, "write", raise_memory_error)
+        with pytest.raises(MemoryError):
+            adapters.load(0, changes)
+    assert adapters.load(0, changes), "graphs from before the layers had slots are not valid"
+    assert not adapters.load(1, changes)
+
+
+def raise_memory_error(*_: object) -> None:
+    raise MemoryError

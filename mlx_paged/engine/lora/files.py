@@ -101,7 +101,14 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
         config_file, weights_file = _files_of(path)
         config_bytes, weights_bytes = config_file.read_bytes(), weights_file.read_bytes()
         config = json.loads(config_bytes)
-        tensors = {key: _values(value) for key, value in deserialize(weights_bytes)}  # type: ignore[no-untyped-call]
+        digest = hashlib.sha256(config_bytes)
+        digest.update(weights_bytes)
+        given = deserialize(weights_bytes)  # type: ignore[no-untyped-call]
+        del weights_bytes  # Adapters of experts have gigabytes.
+        tensors = {}
+        while given:
+            key, value = given.pop()
+            tensors[key] = _values(value)
     except AdapterError:
         raise
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
@@ -110,8 +117,6 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
         raise AdapterError(str(path), f"{_CONFIG} must be a JSON object but got {config!r}")
     reader = _MlxReader if weights_file.name == _MLX_WEIGHTS else _PeftReader
     layers = reader(str(path), config, targets).layers_of(tensors)
-    digest = hashlib.sha256(config_bytes)
-    digest.update(weights_bytes)
     rank = max(change.rank for change in layers.values())
     return Adapter(name, digest.hexdigest(), rank, layers)
 
@@ -152,7 +157,8 @@ def _values(tensor: Mapping[str, Any]) -> np.ndarray:
         return words.view(np.float32).reshape(tensor["shape"])
     if dtype not in _DTYPES:
         raise ValueError(f"tensors must be floating-point but one is {dtype}")
-    return np.frombuffer(data, _DTYPES[dtype]).reshape(tensor["shape"]).astype(np.float32)
+    values = np.frombuffer(data, _DTYPES[dtype]).reshape(tensor["shape"])
+    return values.astype(np.float32, copy=False)
 
 
 class _Reader:
@@ -168,6 +174,7 @@ class _Reader:
 
     def __init__(self, path: str, config: dict[str, Any], targets: AdapterTargets) -> None:
         self.path, self.config, self.targets = path, config, targets
+        self._found: dict[str, list[str]] = {}  # layers of the model, by a file's name
         self.check_config()
 
     def check_config(self) -> None:
@@ -245,18 +252,17 @@ class _Reader:
             AdapterError: The model has no such linear layer, or several.
         """
         targets, what = self.targets, f"the layer {layer!r}"
-        found, expert = self._ending_with(layer), None
         one = _EXPERT.fullmatch(layer)
-        if not found and one is not None:
-            expert = int(one["expert"])
+        if one is not None:
             name = _EXPERT_NAMES.get(one["name"], one["name"])
             for inner in _AROUND_EXPERTS:
-                found = found or self._ending_with(f"{one['block']}.{inner}.{name}")
-        if len(found) == 1 and found[0] in targets.experts and expert is not None:
-            num_experts = targets.experts[found[0]][0]
-            if expert >= num_experts:
-                raise self.error(what, f"one of {num_experts} experts", str(expert))
-            return found[0], expert
+                found = self._ending_with(f"{one['block']}.{inner}.{name}")
+                if len(found) == 1 and found[0] in targets.experts:
+                    expert, num_experts = int(one["expert"]), targets.experts[found[0]][0]
+                    if expert >= num_experts:
+                        raise self.error(what, f"one of {num_experts} experts", str(expert))
+                    return found[0], expert
+        found = self._ending_with(layer)
         if len(found) == 1 and (found[0] in targets.linear or found[0] in targets.experts):
             return found[0], None
         if not found:
@@ -268,13 +274,19 @@ class _Reader:
     def _ending_with(self, layer: str) -> list[str]:
         """Returns the model's layer of this path, or those with the same path from the layer number
         on."""
+        found = self._found.get(layer)  # Many experts ask for one layer.
+        if found is not None:
+            return found
         known = [*self.targets.linear, *self.targets.experts, *self.targets.refused]
-        if layer in known:
-            return [layer]
         end = re.search(r"(?:^|\.)(layers\.\d+\..*|h\.\d+\..*|lm_head|embed_tokens)$", layer)
-        if end is None:
-            return []
-        return [path for path in known if f".{path}".endswith(f".{end[1]}")]
+        if layer in known:
+            found = [layer]
+        elif end is None:
+            found = []
+        else:
+            found = [path for path in known if f".{path}".endswith(f".{end[1]}")]
+        self._found[layer] = found
+        return found
 
     def _change(
         self, layer: str, path: str, expert: int | None, pair: Mapping[str, np.ndarray]
