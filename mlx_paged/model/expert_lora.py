@@ -89,16 +89,14 @@ class ExpertOverrides:
     def _override_around(self, around: nn.Module) -> None:
         base, context = type(around), self._context
 
-        def call(self_: Any, x: mx.array, indices: mx.array) -> mx.array:
+        def call(self_: Any, x: mx.array, indices: mx.array, *more: Any, **named: Any) -> mx.array:
             slots = context.adapters
-            if slots is None:
-                return base.__call__(self_, x, indices)
-            if patches.keeps_order_of_pairs(base):
-                return base.__call__(self_, x, indices)
+            if slots is None or patches.keeps_order_of_pairs(base):
+                return base.__call__(self_, x, indices, *more, **named)
             slots = _for_vectors(slots, indices.size // indices.shape[-1])
             slots = (slots + 1).astype(indices.dtype).reshape(*indices.shape[:-1], 1)
             with context.slots_in_pairs(), patches.separate_experts():
-                return base.__call__(self_, x, indices * self._base + slots)
+                return base.__call__(self_, x, indices * self._base + slots, *more, **named)
 
         self._overrides.replace(around, "__call__", call)
 

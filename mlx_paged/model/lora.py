@@ -21,6 +21,7 @@ from mlx_paged.model.linear_parts import shape_of
 from mlx_paged.model.lora_slots import EXPERTS, AdaptedLayer, LowRank, features_of
 from mlx_paged.model.overrides import Overrides
 from mlx_paged.model.sharding import Division, linear_layers
+from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.platform import Platform
 
 # Ranks are multiples of this, as vectorized loads and products of few rows require.
@@ -51,12 +52,16 @@ class AdapterTargets:
         Args:
             projection: The module that computes the logits.
         """
+        decoder = model.language_model if isinstance(model, TakesMedia) else model
+        in_steps = {id(module) for module in decoder.modules()}
         division = Division.of(model)
         parts = division.parts
         linear: dict[str, tuple[int, int]] = {}
         refused: dict[str, str] = {}
         for path, module in linear_layers(model).items():
-            if module is projection:
+            if id(module) not in in_steps:
+                refused[path] = "a layer of an encoder"
+            elif module is projection:
                 refused[path] = "the output projection"
             elif path.rpartition(".")[2] in _NOT_CALLED:
                 refused[path] = "a layer that the model never calls"

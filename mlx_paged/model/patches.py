@@ -510,8 +510,14 @@ def switch_mlp(self: switch_layers.SwitchMLP, x: mx.array, indices: mx.array) ->
 
 def keeps_order_of_pairs(around: type[nn.Module]) -> bool:
     """True if this class calls its layers of experts with pairs of a row and an expert in the order
-    of rows, in the step that this thread is building."""
-    return _building.is_native and around.__call__ in (switch_glu, switch_mlp)
+    of rows, in the step that this thread is building.
+
+    A subclass of mlx-lm's that calls the original says so by an attribute `passes_pairs_on`.
+    """
+    is_own = around.__call__ in (switch_glu, switch_mlp) or getattr(
+        around, "passes_pairs_on", False
+    )
+    return _building.is_native and is_own
 
 
 @contextmanager

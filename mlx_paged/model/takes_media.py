@@ -31,6 +31,11 @@ class TakesMedia(ABC):
 
     @property
     @abstractmethod
+    def language_model(self) -> Any:
+        """The module that its steps run; towers run outside of them."""
+
+    @property
+    @abstractmethod
     def uses_rope_positions(self) -> bool:
         """True if its RoPE uses time, height and width."""
 

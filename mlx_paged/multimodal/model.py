@@ -23,6 +23,7 @@ from mlx_paged.model.overrides import overridden
 from mlx_paged.model.recurrent import StateArrays
 from mlx_paged.model.takes_media import TakesMedia
 from mlx_paged.multimodal.families import MediaFamily
+from mlx_paged.multimodal.mixtures import use_mlx_lm_mixtures
 from mlx_paged.multimodal.mlx_vlm import MLX_VLM_VERSION, installed_version
 
 
@@ -41,6 +42,7 @@ class MultiModalModel(TakesMedia, nn.Module):  # type: ignore[misc]
         self.family = family
         self.model_type = model_type
         _scatter_deepstack(vlm)
+        use_mlx_lm_mixtures(vlm)
 
     # The attributes of a model that `model.wrap` and `PagedModel` need.
 

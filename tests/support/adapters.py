@@ -27,7 +27,12 @@ ATTENTION = ("q_proj", "v_proj")
 
 
 def random_layers(
-    model: nn.Module, seed: int, *, rank: int = 4, names: Collection[str] = ATTENTION
+    model: nn.Module,
+    seed: int,
+    *,
+    rank: int = 4,
+    names: Collection[str] = ATTENTION,
+    within: str = "layers",
 ) -> Layers:
     """Changes of a model's layers whose paths end in these names; of all their experts.
 
@@ -38,7 +43,7 @@ def random_layers(
     for path, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.QuantizedLinear, *EXPERTS)):
             continue
-        if path.rpartition(".")[2] in names and "layers" in path:
+        if path.rpartition(".")[2] in names and within in path:
             *experts, width, out_features = features_of(module)
             a = rng.standard_normal((*experts, rank, width)) / np.sqrt(width)
             b = rng.standard_normal((*experts, out_features, rank)) / np.sqrt(rank)

@@ -1,4 +1,4 @@
-"""Reads adapter files of mlx-lm or PEFT as low-rank updates of a model's linear layers.
+"""Reads adapter files of mlx-lm, mlx-vlm or PEFT as low-rank updates of a model's linear layers.
 
 ===========  =============================  ============================
              mlx-lm                         PEFT
@@ -115,7 +115,10 @@ def read_adapter(name: str, path: Path, targets: AdapterTargets) -> Adapter:
         raise _unreadable(path, error) from error
     if not isinstance(config, dict):
         raise AdapterError(str(path), f"{_CONFIG} must be a JSON object but got {config!r}")
-    reader = _MlxReader if weights_file.name == _MLX_WEIGHTS else _PeftReader
+    reader: type[_Reader] = _PeftReader
+    if weights_file.name == _MLX_WEIGHTS:
+        is_older = "rank" in config and "lora_parameters" not in config
+        reader = _OlderMlxVlmReader if is_older else _MlxReader
     layers = reader(str(path), config, targets).layers_of(tensors)
     rank = max(change.rank for change in layers.values())
     return Adapter(name, digest.hexdigest(), rank, layers)
@@ -349,6 +352,23 @@ class _MlxReader(_Reader):
 
     def scale_of(self, layer: str, rank: int) -> float:
         return self.number("lora_parameters.scale", self.config["lora_parameters"]["scale"])
+
+
+class _OlderMlxVlmReader(_Reader):
+    """mlx-vlm's files before it took over mlx-lm's format."""
+
+    pattern = re.compile(r"(?P<layer>.+)\.(?P<half>[AB])")
+    transposed = True
+
+    def check_config(self) -> None:
+        for name in ("rank", "alpha"):
+            self.number(name, self.config.get(name))
+
+    def scale_of(self, layer: str, rank: int) -> float:
+        declared = self.number("rank", self.config["rank"])
+        if declared != rank:
+            raise self.error(f"the rank of {layer!r}", f"rank ({declared:g})", str(rank))
+        return self.number("alpha", self.config["alpha"]) / rank
 
 
 class _PeftReader(_Reader):
