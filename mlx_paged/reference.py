@@ -200,6 +200,24 @@ def lora(
     return out
 
 
+def expert_lora(
+    base: np.ndarray,
+    x: np.ndarray,
+    adapters: Sequence[int],
+    experts: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+) -> np.ndarray:
+    """See `ops.expert_lora`; for rows of ``[num_rows, top_k, 1, n]``."""
+    out = base.copy()
+    for row, adapter in enumerate(adapters):
+        for i, expert in enumerate(experts[row]):
+            if 0 <= adapter < len(a) and 0 <= expert < a.shape[1]:
+                vector = x[row, i % x.shape[1], 0]
+                out[row, i, 0] += (vector @ a[adapter, expert].T) @ b[adapter, expert]
+    return out
+
+
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
     """Layer norm over the last axis."""
     centered = x - x.mean(axis=-1, keepdims=True)

@@ -223,6 +223,15 @@ def _lora(data: Data) -> None:
     data.check(ops.lora(base, x, mx.array(adapters, mx.int32), a, b), expected)
 
 
+def _expert_lora(data: Data) -> None:
+    base, x = data.normal(4, 2, 1, 96), data.normal(4, 1, 1, 64)
+    a, b = data.normal(3, 5, 8, 64) / 8, data.normal(3, 5, 8, 96) / 4
+    adapters, experts = [2, -1, 0, 2], np.array([[4, 0], [1, 2], [3, 1], [0, 4]], np.uint32)
+    expected = reference.expert_lora(exact(base), exact(x), adapters, experts, exact(a), exact(b))
+    found = ops.expert_lora(base, x, mx.array(adapters, mx.int32), mx.array(experts), a, b)
+    data.check(found, expected)
+
+
 def _layer_norm(data: Data) -> None:
     x, weight, bias = data.normal(5, 96), data.normal(96), data.normal(96)
     expected = reference.layer_norm(exact(x), exact(weight), exact(bias), 1e-5)
@@ -443,6 +452,7 @@ CASES: dict[str, Case] = {
     "rms_norm": Case(_rms_norm),
     "silu_mul": Case(_silu_mul),
     "lora": Case(_lora, gpu_dtypes=DTYPES),
+    "expert_lora": Case(_expert_lora, dtypes=("float32",), gpu_dtypes=DTYPES),
     "layer_norm": Case(_layer_norm),
     "gelu": Case(_gelu),
     "clipped_swiglu": Case(_clipped_swiglu),

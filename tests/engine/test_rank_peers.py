@@ -61,6 +61,13 @@ class FakeMemory:
         return 1000 * handle[0] + self.rank
 
 
+def alone() -> mx.distributed.Group:
+    """A group of this process, also after another test has joined ranks in it."""
+    group = mx.distributed.init(backend="mpi")
+    assert group.size() == 1
+    return group
+
+
 def connect(*memories: FakeMemory) -> tuple[list[list[int] | str], int]:
     """Each rank's buffers or reason, and the exchanges that took."""
     exchanged = Exchanged()
@@ -136,7 +143,7 @@ def test_tokens_are_shared_in_whole_chunks(monkeypatch: pytest.MonkeyPatch, coun
         return 2 * x
 
     monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
-    shared = peers.shared_tokens(mx.arange(count), mx.distributed.init())
+    shared = peers.shared_tokens(mx.arange(count), alone())
     assert shared.tolist() == [2 * i for i in range(count)] and sizes[0] % 4 == 0
 
 
@@ -156,7 +163,7 @@ def test_other_ranks_hosts_are_as_far_ahead_as_rank_0s(monkeypatch: pytest.Monke
     monkeypatch.setattr(follow, "limit_run_ahead", lambda _, step_bytes: limits.append(step_bytes))
     before = mx.set_cache_limit(0)
     try:
-        follow.follow(Channel(), mx.distributed.init())  # type: ignore[arg-type]
+        follow.follow(Channel(), alone())  # type: ignore[arg-type]
         assert runner.model.parts_ahead == 5 and limits == [123 << 20]
         assert mx.set_cache_limit(before) == 123 << 20
     finally:
@@ -164,7 +171,7 @@ def test_other_ranks_hosts_are_as_far_ahead_as_rank_0s(monkeypatch: pytest.Monke
 
 
 def test_a_group_without_shared_memory_sums_as_before() -> None:
-    group = mx.distributed.init()
+    group = alone()
     connect_peers(group)
     x = mx.arange(4, dtype=mx.float32)
     assert mx.array_equal(peers.summed(x, group=group), x)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.simd_processes import instruction_sets, run_in_process_of
 
-from mlx_paged import executables, layer_ops, ops
+from mlx_paged import executables, layer_ops, ops, reference
 
 pytestmark = pytest.mark.skipif(
     mx.default_device() != mx.cpu, reason="on a GPU they are `lora` of pairs"
@@ -64,14 +64,9 @@ class Case:
 
     def expected(self) -> np.ndarray:
         """The result in float64."""
-        out = self.base.astype(np.float64)
+        base, x = (values.astype(np.float64) for values in (self.base, self.x))
         a, b = (np.array(m.astype(mx.float32)).astype(np.float64) for m in (self.a, self.b))
-        for row, slot in enumerate(self.slots):
-            for i, expert in enumerate(self.experts[row]):
-                if 0 <= slot < NUM_ADAPTERS and expert < EXPERTS:
-                    x = self.x[row, i if self.x.shape[1] > 1 else 0, 0].astype(np.float64)
-                    out[row, i, 0] += (a[slot, expert] @ x) @ b[slot, expert]
-        return out
+        return reference.expert_lora(base, x, self.slots.tolist(), self.experts, a, b)
 
 
 def bits(a: mx.array) -> bytes:
