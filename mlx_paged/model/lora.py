@@ -7,7 +7,9 @@ change a layer creates its slots (`lora_slots`), which requires new graphs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +48,16 @@ class AdapterTargets:
     experts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, projection: nn.Module | None) -> AdapterTargets:
+    def of(
+        cls, model: nn.Module, projection: nn.Module | None, apart: Collection[str] = ()
+    ) -> AdapterTargets:
         """Lists the layers of a model.
 
         Args:
             projection: The module that computes the logits.
+            apart: See `seen_apart`.
         """
+        of_projection = set() if projection is None else {id(m) for m in projection.modules()}
         decoder = model.language_model if isinstance(model, TakesMedia) else model
         in_steps = {id(module) for module in decoder.modules()}
         division = Division.of(model)
@@ -61,8 +67,10 @@ class AdapterTargets:
         for path, module in linear_layers(model).items():
             if id(module) not in in_steps:
                 refused[path] = "a layer of an encoder"
-            elif module is projection:
+            elif id(module) in of_projection:
                 refused[path] = "the output projection"
+            elif path in apart:
+                refused[path] = "a layer that sees some rows of a step at a time"
             elif path.rpartition(".")[2] in _NOT_CALLED:
                 refused[path] = "a layer that the model never calls"
             else:
@@ -80,6 +88,46 @@ class AdapterTargets:
                 experts[path] = features_of(module)  # type: ignore[assignment]
                 del refused[path]
         return cls(linear, refused, experts)
+
+
+@contextmanager
+def seen_apart(model: nn.Module, context: StepContext) -> Iterator[set[str]]:
+    """Finds layers whose calls cannot tell which rows they get: they see vectors of some of a
+    step's rows, such as one token or one expert at a time, or return several arrays.
+
+    Within it, a step with adapters must be built.
+
+    Yields:
+        Their paths, at the end.
+    """
+    layers, found, overrides = linear_layers(model), set[str](), Overrides()
+
+    def watch(path: str, module: nn.Module) -> None:
+        base = type(module)
+
+        def call(self: Any, x: mx.array, *more: Any, **named: Any) -> Any:
+            out = base.__call__(self, x, *more, **named)
+            slots = context.adapters
+            assert slots is not None
+            if x.size // x.shape[-1] % slots.shape[0] or not isinstance(out, mx.array):
+                found.add(path)
+            return out
+
+        overrides.replace(module, "__call__", call)
+
+    for path, module in layers.items():
+        watch(path, module)
+    try:
+        yield found
+    finally:
+        overrides.undo()
+    # A step does not call each of a list of experts.
+    alike = {_without_numbers(path) for path in found}
+    found.update(path for path in layers if _without_numbers(path) in alike)
+
+
+def _without_numbers(path: str) -> str:
+    return re.sub(r"\d+", "*", path)
 
 
 class AdapterLayers:

@@ -35,7 +35,7 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
-from mlx_paged.model.lora import AdapterLayers, AdapterTargets
+from mlx_paged.model.lora import AdapterLayers, AdapterTargets, seen_apart
 from mlx_paged.model.lora_slots import LowRank
 from mlx_paged.model.media import MediaFeatures, MediaInputs
 from mlx_paged.model.output_rows import OutputProjection, OutputRows
@@ -92,6 +92,7 @@ class PagedModel:
             isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) for module in model.modules()
         )
         self.block_size = block_size
+        self._layers_apart: set[str] = set()  # see `seen_apart`
         self._context = context
         self._output_rows = output_rows
         self._attention: list[PagedLayerCache | GatheredLayerCache] = []
@@ -279,9 +280,16 @@ class PagedModel:
 
     # Adapters.
 
+    @contextmanager
+    def watching_layers(self) -> Iterator[None]:
+        """Within it, a step with adapters shows which layers they can change."""
+        with seen_apart(self.model, self._context) as found:
+            yield
+        self._layers_apart = found
+
     def adapter_targets(self) -> AdapterTargets:
         """Returns the layers that adapters may change."""
-        return AdapterTargets.of(self.model, self._output_rows.module)
+        return AdapterTargets.of(self.model, self._output_rows.module, self._layers_apart)
 
     def enable_adapters(self, num_slots: int, rank: int, dtype: str = "auto") -> None:
         """Prepares slots for adapters. Their memory is allocated as adapters are loaded.

@@ -209,9 +209,11 @@ def _tried(paged: PagedModel) -> PagedModel:
         tables=[[block] for block in range(1, 9)],
         logit_rows=np.array([0, 2, 8]),
         state_slots=slots if paged.layout.has_states else None,
+        adapters=np.zeros(int(lens.sum()), np.int32),
     )
     tokens = mx.zeros((int(lens.sum()),), dtype=mx.int32)
-    logits = paged.forward(tokens, inputs, may_repeat=False)
+    with paged.watching_layers():
+        logits = paged.forward(tokens, inputs, may_repeat=False)
     if logits.ndim != 2 or logits.shape[0] != 3:
         raise ValueError(f"its logits are of shape {logits.shape}, not (3, vocab_size)")
     paged.release()

@@ -55,7 +55,7 @@ def test_every_case_runs_in_every_dtype_that_its_primitive_takes() -> None:
     on_cpu = {name: case.dtypes for name, case in CASES.items() if case.dtypes}
     assert CASES.keys() - on_cpu.keys() == {"sorted_expert_linear", "expert_glu"}
     once = {name for name, dtypes in on_cpu.items() if dtypes != self_test.DTYPES}
-    assert once == {"rope_rotations", "upload", "to_host", "edit_logits"}
+    assert once == {"rope_rotations", "upload", "to_host", "edit_logits", "expert_lora"}
     assert len(set(self_test.jobs("cpu"))) == len(on_cpu) * 3 - 2 * len(once)
     on_gpu = {job.split("/")[2].partition(":")[0] for job in self_test.jobs("gpu")}
     cpu_only = {"rope_rotations", "rope", "rms_norm", "silu_mul"}

@@ -28,6 +28,7 @@ from mlx_paged.engine.lora.store import AdapterStore
 from mlx_paged.errors import AdapterError
 from mlx_paged.model.lora import AdapterTargets
 from mlx_paged.model.lora_slots import LowRank
+from mlx_paged.model.wrap import convert_to_paged
 
 LLAMA = tiny_config("llama", tied=False)
 Q = "model.layers.1.self_attn.q_proj"
@@ -194,6 +195,33 @@ def test_layers_that_are_not_called_are_refused_by_name(tmp_path: Path) -> None:
     write_mlx(tmp_path, {path: (np.zeros((4, 64), np.float32), np.zeros((1, 4), np.float32))})
     with pytest.raises(AdapterError, match="but got a layer that the model never calls"):
         read(tmp_path, targets)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mamba", "x_proj"),  # one token at a time
+        ("dbrx", "w2"),  # one expert at a time; a step does not call all of them
+        ("afm7", "qkv_proj"),  # returns three arrays
+    ],
+)
+def test_layers_that_see_some_of_the_rows_are_refused_by_name(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    """A step with such an adapter would fail, with all of its requests."""
+    model = convert_to_paged(family_model(config_of(family)), family, block_size=16)
+    targets = model.adapter_targets()
+    layers = random_layers(model.model, 1, names=(name,), within="")
+    assert not {*layers} & {*targets.linear}
+    with pytest.raises(AdapterError, match="got a layer that sees some rows of a step at a time"):
+        read(write_mlx(tmp_path, layers), targets)
+
+
+def test_layers_within_the_output_projection_are_refused_by_name(tmp_path: Path) -> None:
+    model = convert_to_paged(family_model(config_of("phixtral")), "phixtral", block_size=16)
+    write_mlx(tmp_path, {"lm_head.linear": (np.zeros((4, 64)), np.zeros((96, 4)))})
+    with pytest.raises(AdapterError, match="got the output projection"):
+        read(tmp_path, model.adapter_targets())
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, layers: Layers, targets: AdapterTargets) -> None:

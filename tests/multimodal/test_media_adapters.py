@@ -8,25 +8,19 @@ import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
 pytest.importorskip("support.vlm", reason="mlx-vlm is not installed: make test installs it")
 
-from support.adapters import Layers, changes_of, random_layers, write_mlx
+from support.adapters import check_adapters_of_all_layers, of_all_layers, random_layers, write_mlx
 from support.media_cases import Case, vary
 from support.media_parity import paged
 from support.more_media_models import ALL_CASES as CASES
-from support.parity import Driver
 from support.reference import ON_GPU
 
 from mlx_paged.engine.lora.files import read_adapter
 from mlx_paged.errors import AdapterError
-from mlx_paged.model.paged_model import PagedModel
-
-# Tokens of each sequence in a step. Some of mlx-vlm's layers divide prompts of more than 256.
-STEPS = ({"a": 5, "b": 7}, {"a": 1, "b": 1}, {"a": 1, "b": 3, "c": 300}, {"c": 1, "a": 1})
 
 
 def case_of(name: str) -> Case:
@@ -36,40 +30,11 @@ def case_of(name: str) -> Case:
     return case
 
 
-def with_changes(model: nn.Module, layers: Layers) -> None:
-    """Adds an adapter's changes to the weights."""
-    modules = dict(model.named_modules())
-    for path, (a, b) in layers.items():
-        modules[path].weight = modules[path].weight + mx.array(b @ a)
-
-
-def of_all_layers(model: PagedModel) -> Layers:
-    targets = model.adapter_targets()
-    known = {**targets.linear, **targets.experts}
-    names = {path.rpartition(".")[2] for path in known}
-    layers = random_layers(model.model, 1, names=names, within="")
-    return {path: (a, 0.3 * b) for path, (a, b) in layers.items() if path in known}
-
-
 @pytest.mark.skipif(ON_GPU, reason="heads of 16 dims have no kernel on a GPU")
 @pytest.mark.one_in(15)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_adapters_of_all_layers(name: str) -> None:
-    rng = np.random.default_rng(0)
-    ours, theirs, plain = (paged(case_of(name), block_size=16) for _ in range(3))
-    layers = of_all_layers(ours)
-    ours.enable_adapters(1, 8)
-    ours.load_adapter(1, changes_of(layers))
-    with_changes(theirs.model, layers)
-    drivers = [Driver(model, num_blocks=120) for model in (ours, theirs, plain)]
-    drivers[0].adapter_slot = 1
-    for work in STEPS:
-        tokens = {sequence: rng.integers(2, 60, count).tolist() for sequence, count in work.items()}
-        found, expected, before = (driver.step(tokens) for driver in drivers)
-        for sequence in work:
-            scale = np.abs(expected[sequence]).max()
-            np.testing.assert_allclose(found[sequence], expected[sequence], atol=1e-4 * scale)
-            assert np.abs(found[sequence] - before[sequence]).max() > 1e-2 * scale
+    check_adapters_of_all_layers(lambda: paged(case_of(name), block_size=16))
 
 
 def test_mixtures_have_adapters_of_their_experts() -> None:
