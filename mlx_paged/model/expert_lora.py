@@ -52,30 +52,39 @@ class ExpertOverrides:
         self._context, self._dtype, self._overrides = context, dtype, overrides
         self._base = num_slots + 1
         self._around: set[int] = set()  # ids of modules
+        self._layers: dict[int, AdaptedLayer] = {}  # by the module's id
 
     def add(self, around: nn.Module, module: nn.Module, layer: AdaptedLayer) -> None:
         """Adds the adapters of one layer.
 
         Args:
-            around: The module that calls it.
-            module: Changes its class.
+            around: The module that calls it. It and its layers of experts change their classes.
         """
+        self._layers[id(module)] = layer
         if id(around) not in self._around:
             self._around.add(id(around))
             self._override_around(around)
+            # Those without adapters, too, have to take the pairs' numbers apart.
+            for child in around.children().values():
+                if isinstance(child, EXPERTS):
+                    self._override_layer(child)
+
+    def _override_layer(self, module: nn.Module) -> None:
         base, context = type(module), self._context
 
         def call(
             self_: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False
         ) -> mx.array:
-            slots = context.adapters
-            if slots is None:
-                return base.__call__(self_, x, indices, sorted_indices)
-            if not context.pairs_have_slots:
+            slots, layer = context.adapters, self._layers.get(id(self_))
+            if slots is None or not context.pairs_have_slots:
                 out = base.__call__(self_, x, indices, sorted_indices)
+                if slots is None or layer is None:
+                    return out
                 return self._adapted(out, x, slots, indices, layer)
             experts = indices // self._base
             out = base.__call__(self_, x, experts, sorted_indices)
+            if layer is None:
+                return out
             slots = (indices % self._base).astype(mx.int32).reshape(-1) - 1
             # As rows of one pair each.
             x = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:]))
