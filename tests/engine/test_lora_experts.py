@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,9 +12,12 @@ from typing import Any
 import mlx_paged  # noqa: F401  before mlx.core, so that its BLAS takes effect
 
 # isort: split
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from support.adapters import adapted, fused, greedy, random_layers, write_mlx, write_peft
 from support.embedded_llm import make
 from support.family_configs import config_of
@@ -87,6 +91,28 @@ def test_rows_of_different_adapters_share_steps(family: str, tmp_path: Path) -> 
     compilation = llm.stats().compilation
     assert compilation.refused is None and not {"GatherMM", "Remainder"} & {*compilation.foreign}
     assert llm.stats().num_faults == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "lfm2_moe"])
+def test_what_mlx_lm_trains_by_default(family: str, tmp_path: Path) -> None:
+    """All layers within blocks: attention's, routers and experts, shared or not."""
+    trained = maker(family)()
+    trained.freeze()
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(trained, len(trained.layers), parameters)
+    mx.random.seed(1)
+    tensors = {
+        name: 0.3 * mx.random.normal(array.shape)
+        for name, array in tree_flatten(trained.trainable_parameters())
+    }
+    assert any("gate_proj" in name and array.ndim == 3 for name, array in tensors.items())
+    trained.load_weights(list(tensors.items()), strict=False)
+    trained.eval()
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), tensors)
+    config = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    outputs = server(family).generate(PROMPTS, GREEDY, lora_request=requests_of(tmp_path)[0])
+    assert_answers(outputs, [trained] * 3, PROMPTS)
 
 
 def test_a_quantized_base_keeps_its_weights(tmp_path: Path) -> None:
