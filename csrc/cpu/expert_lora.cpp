@@ -4,8 +4,11 @@
 
 #include <algorithm>
 
+#include "../allocation.h"
+#include "dense.h"
 #include "eval.h"
 #include "kernels.h"
+#include "mlx/backend/cpu/encoder.h"
 #include "parallel_for.h"
 #include "scratch.h"
 
