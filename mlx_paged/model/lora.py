@@ -28,6 +28,7 @@ from mlx_paged.platform import Platform
 
 # Ranks are multiples of this, as vectorized loads and products of few rows require.
 RANK_STEP = 8
+_INTERLEAVED = ("gpt_oss",)
 # Kimi K3 uses these layers' weights directly, so overriding their calls would have no effect.
 _NOT_CALLED = ("self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj")
 
@@ -40,12 +41,15 @@ class AdapterTargets:
         linear: (in_features, out_features) by the module's path; of the whole layer, even where
             this rank holds a part of it.
         experts: (num_experts, in_features, out_features) of layers of experts, likewise.
+        interleaves_experts: True if transformers has gates and up projections of experts in one
+            parameter where they alternate; otherwise all gates come first.
         refused: Kinds of the other modules, by path.
     """
 
     linear: Mapping[str, tuple[int, int]]
     refused: Mapping[str, str]
     experts: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    interleaves_experts: bool = False
 
     @classmethod
     def of(
@@ -87,7 +91,7 @@ class AdapterTargets:
             else:
                 experts[path] = features_of(module)  # type: ignore[assignment]
                 del refused[path]
-        return cls(linear, refused, experts)
+        return cls(linear, refused, experts, getattr(model, "model_type", "") in _INTERLEAVED)
 
 
 @contextmanager

@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from support.adapters import adapted, fused, greedy, random_layers, write_mlx, write_peft
+from support.adapters import (
+    Layers,
+    adapted,
+    fused,
+    greedy,
+    random_layers,
+    write_mlx,
+    write_peft,
+)
 from support.embedded_llm import make
 from support.family_configs import config_of
 from support.models import embedded
@@ -27,6 +35,7 @@ from support.platforms import CUDA_PROGRAMS, run_as_on
 from support.reference import ON_GPU
 
 from mlx_paged import LLM, LoadedModel, LoRARequest, SamplingParams
+from mlx_paged.engine.lora.files import read_adapter
 from mlx_paged.errors import AdapterError
 from mlx_paged.model import patches
 from mlx_paged.model.expert_lora import ExpertOverrides
@@ -285,3 +294,91 @@ def test_an_expert_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     path = write_peft(tmp_path / "x", layers)
     with pytest.raises(AdapterError, match=r"must be one of \d+ experts but got"):
         server("qwen3_moe").generate(PROMPTS, GREEDY, lora_request=requests_of(path)[0])
+
+
+# --- Experts in one parameter ---------------------------------------------------------------------
+
+
+class Parameters:
+    """An adapter in PEFT's form for the parameters of experts, and in mlx-lm's.
+
+    Args:
+        swaps: True for the inputs and outputs of older versions of PEFT.
+    """
+
+    def __init__(self, family: str, swaps: bool = False, rank: int = 4) -> None:
+        rng = np.random.default_rng(3)
+        self.tensors: dict[str, mx.array] = {}
+        self.layers: Layers = {}
+        shapes = AdapterTargets.of(maker(family)(), None).experts
+        for path, (experts, width, hidden) in shapes.items():
+            around, _, name = path.rpartition(".")
+            if name == "gate_proj":
+                a, b = self._random(rng, experts, rank, width, 2 * hidden)
+                self.layers[path] = a, b[:, :hidden]
+                self.layers[f"{around}.up_proj"] = a, b[:, hidden:]
+                self._write(f"{around.rpartition('.')[0]}.experts.base_layer", a, b, swaps)
+            elif name == "down_proj":
+                self.layers[path] = a, b = self._random(rng, experts, rank, width, hidden)
+                self._write(f"{around.rpartition('.')[0]}.experts", a, b, swaps)
+
+    def _random(
+        self, rng: np.random.Generator, experts: int, rank: int, width: int, out: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        a = rng.standard_normal((experts, rank, width)) / np.sqrt(width)
+        b = rng.standard_normal((experts, out, rank)) / np.sqrt(rank)
+        return a.astype(np.float32), b.astype(np.float32)
+
+    def _write(self, name: str, a: np.ndarray, b: np.ndarray, swaps: bool) -> None:
+        if swaps:
+            a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+        self.tensors[f"base_model.model.{name}.lora_A.weight"] = mx.array(a.reshape(-1, a.shape[2]))
+        flat = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
+        self.tensors[f"base_model.model.{name}.lora_B.weight"] = mx.array(flat)
+
+    def save(self, path: Path, **config: Any) -> Path:
+        path.mkdir()
+        given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_parameters": ["x"], **config}
+        (path / "adapter_config.json").write_text(json.dumps(given))
+        mx.save_safetensors(str(path / "adapter_model.safetensors"), self.tensors)
+        return path
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_parameters_of_all_experts(swaps: bool, tmp_path: Path) -> None:
+    given = Parameters("olmoe", swaps)
+    targets = AdapterTargets.of(maker("olmoe")(), None)
+    found = read_adapter("x", given.save(tmp_path / "peft"), targets)
+    expected = read_adapter("x", write_mlx(tmp_path / "mlx", given.layers, scale=2.0), targets)
+    assert found.rank == 4 and found.layers.keys() == expected.layers.keys()
+    for path, change in found.layers.items():
+        for ours, theirs in zip(change, expected.layers[path], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (lambda a: a[:-1], {}, r"of equal rank above 0 for each of \d+ experts but got shapes"),
+        (lambda a: a[:, :-1], {}, "must be of one of .* inputs and outputs but got"),
+        (lambda a: a[None], {}, "of equal rank above 0"),
+        (lambda a: a, {"r": 8}, r"experts.gate_up_proj' must be r \(8\) but got 4"),
+        (lambda a: a, {"target_parameters": None}, "must be a linear layer of the model"),
+    ],
+)
+def test_wrong_parameters_are_refused(
+    change: Any, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    given = Parameters("olmoe")
+    name = next(n for n in given.tensors if "base_layer" not in n and "lora_A" in n)
+    given.tensors[name] = change(given.tensors[name])
+    targets = AdapterTargets.of(maker("olmoe")(), None)
+    with pytest.raises(AdapterError, match=message):
+        read_adapter("x", given.save(tmp_path / "peft", **config), targets)
+
+
+def test_parameters_of_a_model_without_experts(tmp_path: Path) -> None:
+    path = Parameters("olmoe").save(tmp_path / "peft")
+    targets = AdapterTargets.of(maker("qwen3")(), None)
+    with pytest.raises(AdapterError, match="one with experts that have gates but got no experts"):
+        read_adapter("x", path, targets)
