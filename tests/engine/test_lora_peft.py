@@ -22,7 +22,14 @@ from mlx_paged.model.wrap import build_paged_model
 
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+PARAMETERS = ["experts.gate_up_proj", "experts.up_proj", "experts.down_proj"]
+FAMILIES = [
+    "afmoe", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss",
+    "granitemoe", "granitemoehybrid", "jamba", "kimi_linear", "laguna", "lfm2_moe", "llama4_text",
+    "mellum", "mimo_v2_flash", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe",
+    "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open",
+]  # fmt: skip
 ATTENTION = ["q_proj", "v_proj"]
 
 
@@ -55,10 +62,16 @@ def differences(family: str, path: Path, **config: Any) -> list[float]:
     return found
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "up", "down"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe"])
-def test_parameters_of_experts(family: str, parameters: list[str], tmp_path: Path) -> None:
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_experts(family: str, tmp_path: Path) -> None:
+    found = differences(family, tmp_path, target_parameters=PARAMETERS, target_modules=[])
+    assert all(difference < TOLERANCE for difference in found), found
+
+
+@pytest.mark.parametrize("parameters", [PARAMETERS[:1], PARAMETERS[2:]], ids=["up", "down"])
+@pytest.mark.parametrize("family", ["gpt_oss", "olmoe"])
+def test_one_of_the_parameters(family: str, parameters: list[str], tmp_path: Path) -> None:
     found = differences(family, tmp_path, target_parameters=parameters)
     assert all(difference < TOLERANCE for difference in found), found
 

@@ -1,8 +1,8 @@
 """PEFT's updates of the parameters that hold all experts of a layer, ``target_parameters``.
 
-transformers has the experts of a layer in two parameters, ``gate_up_proj`` and ``down_proj``, of
-one module. PEFT's files name the module, and ``base_layer`` for the inner one of two wrappers, but
-not the parameter, which follows from the shapes:
+transformers has the experts of a layer in two parameters, ``gate_up_proj`` (or ``up_proj``) and
+``down_proj``, of one module. PEFT's files name the module, and ``base_layer`` for the inner one of
+two wrappers, but not the parameter, which follows from the shapes:
 
 ====  ================  ==========================================
 half  shape             order
@@ -50,13 +50,18 @@ def of_parameter(
         return None
     paths = _layers_of_experts(reader, layer, match["layer"])
     a, b = reader.halves(layer, pair)
-    num_experts, width, hidden = reader.targets.experts[paths["gate_proj"]]
+    has_gates = "gate_proj" in paths
+    up, down = ("up_proj", "down_proj") if has_gates else ("fc1", "fc2")
+    num_experts, width, hidden = reader.targets.experts[paths[up]]
     what = f"the tensors of {layer!r}"
     if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or len(a) % num_experts or not len(a):
         expected = f"of equal rank above 0 for each of {num_experts} experts"
         raise reader.error(what, expected, f"shapes {a.shape} and {b.shape}")
     rank, found = len(a) // num_experts, (a.shape[1], len(b))
-    shapes = {(width, 2 * hidden): "gate_up_proj", (hidden, width): "down_proj"}
+    if not has_gates and width == hidden:
+        raise reader.error(what, "of layers with more or fewer outputs than inputs", str(width))
+    first = {(width, 2 * hidden): "gate_up_proj"} if has_gates else {(width, hidden): "up_proj"}
+    shapes = {**first, (hidden, width): "down_proj"}
     is_swapped = found not in shapes
     parameter = shapes.get(found[::-1] if is_swapped else found)
     if parameter is None:
@@ -68,16 +73,15 @@ def of_parameter(
         a, b = b, a
     a = np.ascontiguousarray(a)
     b = b * np.float32(reader.scale_of(f"{match['module']}.{parameter}", rank))
-    if parameter == "down_proj":
-        return {paths["down_proj"]: LowRank(a, np.ascontiguousarray(b))}
-    if reader.targets.interleaves_experts:
-        gate, up = b[..., ::2], b[..., 1::2]
-    else:
-        gate, up = b[..., :hidden], b[..., hidden:]
-    return {
-        paths["gate_proj"]: LowRank(a, np.ascontiguousarray(gate)),
-        paths["up_proj"]: LowRank(a, np.ascontiguousarray(up)),
-    }
+    if parameter == "gate_up_proj":
+        alternate = reader.targets.interleaves_experts
+        gates = slice(0, None, 2) if alternate else slice(0, hidden)
+        ups = slice(1, None, 2) if alternate else slice(hidden, None)
+        return {
+            paths["gate_proj"]: LowRank(a, np.ascontiguousarray(b[..., gates])),
+            paths["up_proj"]: LowRank(a, np.ascontiguousarray(b[..., ups])),
+        }
+    return {paths[down if parameter == "down_proj" else up]: LowRank(a, np.ascontiguousarray(b))}
 
 
 def _layers_of_experts(reader: Reader, layer: str, number: str) -> dict[str, str]:
@@ -93,7 +97,7 @@ def _layers_of_experts(reader: Reader, layer: str, number: str) -> dict[str, str
             raise reader.error(
                 f"the layer {layer!r}", "experts that adapters can change", targets.refused[path]
             )
-    if found.keys() != {"gate_proj", "up_proj", "down_proj"}:
-        expected = "one with experts that have gates"
+    if found.keys() not in ({"gate_proj", "up_proj", "down_proj"}, {"fc1", "fc2"}):
+        expected = "one with experts"
         raise reader.error(f"the layer {layer!r}", expected, ", ".join(found) or "no experts")
     return found
