@@ -112,7 +112,8 @@ def seen_apart(model: nn.Module, context: StepContext) -> Iterator[set[str]]:
         def call(self: Any, x: mx.array, *more: Any, **named: Any) -> Any:
             out = base.__call__(self, x, *more, **named)
             slots = context.adapters
-            assert slots is not None
+            if slots is None:  # Another thread may run the model meanwhile.
+                return out
             if x.size // x.shape[-1] % slots.shape[0] or not isinstance(out, mx.array):
                 found.add(path)
             return out
