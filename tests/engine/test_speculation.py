@@ -48,7 +48,7 @@ def test_mixed_requests_are_the_same_with_guesses(seed: int) -> None:
         params[i] = replace(
             params[i], structured_outputs=TOOL_CALL, stop_token_ids=None, max_tokens=60
         )
-    options = {"num_gpu_blocks_override": 70, "block_size": 8, "max_num_batched_tokens": 64}
+    options = {"num_gpu_blocks_override": 64, "block_size": 8, "max_num_batched_tokens": 64}
     plain = make(**options)
     expected = plain.generate(prompts, params)
     for right, splits in ((0.9, False), (0.5, True)):

@@ -10,6 +10,8 @@ shapes       a [in, r], b [r, out]          A [r, in], B [out, r]
 scale        ``lora_parameters.scale``      alpha / r, or alpha / sqrt(r)
 experts      a [E, r, in], b [E, out, r]    each by itself: ``experts.3``
 ===========  =============================  ============================
+
+PEFT can also change parameters that hold all experts (`parameters`).
 """
 
 from __future__ import annotations
