@@ -7,11 +7,11 @@ import re
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import executables, kernels
 from mlx_paged.calibration import tensor_units
 from mlx_paged.calibration.cases import Needs, Product
+from mlx_paged.model.linear_parts import EXPERTS
 from mlx_paged.model.paged_model import PagedModel
 from mlx_paged.model.prepare import build_graphs
 
@@ -39,7 +39,7 @@ def needs_of(paged: PagedModel) -> Needs:
         products=products,
         formats=_formats(paged.model, (nn.QuantizedLinear, nn.QuantizedEmbedding)),
         tables=_formats(paged.model, (nn.QuantizedEmbedding,)),
-        experts=_formats(paged.model, (SwitchLinear, QuantizedSwitchLinear)),
+        experts=_formats(paged.model, EXPERTS),
         step_rows=executables.supported_step_rows(),
         tensor_units=tensor_units.unavailable() is None,
     )

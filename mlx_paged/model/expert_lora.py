@@ -18,7 +18,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_paged import ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import StepContext
-from mlx_paged.model.lora_slots import EXPERTS, AdaptedLayer
+from mlx_paged.model.linear_parts import EXPERTS
+from mlx_paged.model.lora_slots import AdaptedLayer, slots_of_vectors, updated
 from mlx_paged.model.overrides import Overrides
 
 #: Classes of modules around layers of experts.
@@ -102,7 +103,7 @@ class ExpertOverrides:
             slots = context.adapters
             if slots is None or patches.keeps_order_of_pairs(base):
                 return base.__call__(self_, x, indices, *more, **named)
-            slots = _for_vectors(slots, indices.size // indices.shape[-1])
+            slots = slots_of_vectors(slots, indices.size // indices.shape[-1])
             slots = (slots + 1).astype(indices.dtype).reshape(*indices.shape[:-1], 1)
             with context.slots_in_pairs(), patches.separate_experts():
                 return base.__call__(self_, x, indices * self._base + slots, *more, **named)
@@ -125,25 +126,10 @@ class ExpertOverrides:
             slots: ``[num_rows]`` int32; -1 means no adapter.
             experts: ``[..., top_k]``.
         """
-        slots = _for_vectors(slots, experts.size // experts.shape[-1])
+        slots = slots_of_vectors(slots, experts.size // experts.shape[-1])
         x = x.astype(self._dtype)
-        if out.dtype == self._dtype:
-            return ops.expert_lora(out, x, slots, experts, layer.a, layer.b)
-        # Adding in another dtype would change rows that have no adapter.
-        nothing = mx.zeros(out.shape, self._dtype)
-        change = ops.expert_lora(nothing, x, slots, experts, layer.a, layer.b)
-        return out + change.astype(out.dtype)
-
-
-def _for_vectors(slots: mx.array, num_vectors: int) -> mx.array:
-    """Repeats the slots of rows that have several vectors each.
-
-    Raises:
-        ValueError: The vectors are not a multiple of the rows.
-    """
-    num_rows = slots.shape[0]
-    if num_vectors % num_rows:
-        raise ValueError(
-            f"[lora] experts must have a multiple of {num_rows} rows but got {num_vectors}"
+        return updated(
+            out,
+            self._dtype,
+            lambda base: ops.expert_lora(base, x, slots, experts, layer.a, layer.b),
         )
-    return slots if num_vectors == num_rows else mx.repeat(slots, num_vectors // num_rows)

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 #: Classes of linear layers.
 LINEAR = (nn.Linear, nn.QuantizedLinear)
+#: Classes of layers that have a matrix for each expert.
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 
 class LinearPart(NamedTuple):

@@ -19,8 +19,14 @@ import mlx.nn as nn
 from mlx_paged import kernels, ops
 from mlx_paged.model.caches import StepContext
 from mlx_paged.model.expert_lora import ExpertOverrides, expert_layers
-from mlx_paged.model.linear_parts import shape_of
-from mlx_paged.model.lora_slots import EXPERTS, AdaptedLayer, LowRank, features_of
+from mlx_paged.model.linear_parts import EXPERTS, shape_of
+from mlx_paged.model.lora_slots import (
+    AdaptedLayer,
+    LowRank,
+    features_of,
+    slots_of_vectors,
+    updated,
+)
 from mlx_paged.model.overrides import Overrides
 from mlx_paged.model.sharding import Division, linear_layers
 from mlx_paged.model.takes_media import TakesMedia
@@ -255,14 +261,8 @@ def _adapted(
     num_rows, shape = slots.shape[0], out.shape
     if x.shape[0] != num_rows or x.size != num_rows * x.shape[-1]:
         num_vectors = x.size // x.shape[-1]
-        if num_vectors % num_rows:
-            raise ValueError(f"[lora] x must have a multiple of {num_rows} rows but got {x.shape}")
-        if num_vectors > num_rows:
-            slots = mx.repeat(slots, num_vectors // num_rows)
+        slots = slots_of_vectors(slots, num_vectors)
         x, out = x.reshape(num_vectors, -1), out.reshape(num_vectors, -1)
-    if out.dtype == dtype:
-        out = ops.lora(out, x.astype(dtype), slots, layer.a, layer.b)
-    else:  # Adding in another dtype would change rows that have no adapter.
-        change = ops.lora(mx.zeros(out.shape, dtype), x.astype(dtype), slots, layer.a, layer.b)
-        out = out + change.astype(out.dtype)
+    x = x.astype(dtype)
+    out = updated(out, dtype, lambda base: ops.lora(base, x, slots, layer.a, layer.b))
     return out if out.shape == shape else out.reshape(shape)

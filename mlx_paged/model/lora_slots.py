@@ -7,18 +7,16 @@ which hold the stacks as constants, stay valid when an adapter is loaded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import kernels, ops
-from mlx_paged.model.linear_parts import LinearPart, shape_of
+from mlx_paged.model.linear_parts import EXPERTS, LinearPart, shape_of
 
-#: Classes of layers that have a matrix for each expert.
-EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 # Shape of the pools behind the stacks; it only matters to the operation that writes them.
 _BLOCK, _MAX_DIM, _NO_VALUES = 8, 512, 8
 
@@ -143,3 +141,32 @@ class AdaptedLayer:
             self._in_use.remove(slot)
         if "write_kv" in kernels.rejected:  # Its replacement copies.
             self.a, self.b = (stack.array for stack in self._stacks)
+
+
+def slots_of_vectors(slots: mx.array, num_vectors: int) -> mx.array:
+    """Repeats the slots of rows that have several vectors each.
+
+    Args:
+        slots: ``[num_rows]`` int32.
+
+    Raises:
+        ValueError: The vectors are not a multiple of the rows.
+    """
+    num_rows = slots.shape[0]
+    if num_vectors % num_rows:
+        raise ValueError(
+            f"[lora] x must have a multiple of {num_rows} rows but got {num_vectors} vectors"
+        )
+    return slots if num_vectors == num_rows else mx.repeat(slots, num_vectors // num_rows)
+
+
+def updated(out: mx.array, dtype: mx.Dtype, update: Callable[[mx.array], mx.array]) -> mx.array:
+    """Returns ``update(out)``, computed in another dtype.
+
+    Args:
+        update: Adds to an array of `dtype`, in some of its rows. The others keep their bits in
+            `out`, too.
+    """
+    if out.dtype == dtype:
+        return update(out)
+    return out + update(mx.zeros(out.shape, dtype)).astype(out.dtype)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged import ops
 from mlx_paged.errors import InvalidParameterError
@@ -35,6 +34,7 @@ from mlx_paged.model.layout import (
     UnusedSpec,
     assemble,
 )
+from mlx_paged.model.linear_parts import EXPERTS
 from mlx_paged.model.lora import AdapterLayers, AdapterTargets, seen_apart
 from mlx_paged.model.lora_slots import LowRank
 from mlx_paged.model.media import MediaFeatures, MediaInputs
@@ -88,9 +88,7 @@ class PagedModel:
         # Padding belongs to no sequence, so it has neither a state nor a chunk.
         has_chunks = any(group_spec.chunk is not None for group_spec in layout.group_specs)
         self._may_pad = not layout.has_states and not has_chunks
-        self._has_experts = any(
-            isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) for module in model.modules()
-        )
+        self._has_experts = any(isinstance(module, EXPERTS) for module in model.modules())
         self.block_size = block_size
         self._layers_apart: set[str] = set()  # see `seen_apart`
         self._context = context

@@ -14,7 +14,13 @@ from support.models import embedded
 from support.oracle_torch import MISSING, oracle_torch
 from support.parity import Driver, relative_rms
 from support.reference_configs import REFERENCES
-from support.reference_models import CHUNKS, TOLERANCE, reference_logits, save
+from support.reference_models import (
+    CHUNKS,
+    TOLERANCE,
+    differences_by_chunk,
+    reference_logits,
+    save,
+)
 
 from mlx_paged.engine.loading import load
 from mlx_paged.engine.lora.files import read_adapter
@@ -34,7 +40,7 @@ ATTENTION = ["q_proj", "v_proj"]
 
 
 def differences(family: str, path: Path, **config: Any) -> list[float]:
-    """RMS of the logits' difference from those of PEFT, over that of the logits."""
+    """Returns the relative error of the logits after each step, with PEFT as the reference."""
     peft = pytest.importorskip("peft", reason="peft is not installed: make test ORACLE=ON")
     model = save(REFERENCES[family], path)
     embedded().tokenizer.save_pretrained(path)
@@ -54,12 +60,7 @@ def differences(family: str, path: Path, **config: Any) -> list[float]:
     paged.load_adapter(1, adapter.layers)
     driver = Driver(paged)
     driver.adapter_slot = 1
-    done, found = 0, []
-    for count in CHUNKS:
-        got = driver.step({"one": tokens[done : done + count]})["one"]
-        done += count
-        found.append(relative_rms(got, expected[done - 1]))
-    return found
+    return differences_by_chunk(driver, tokens, expected)
 
 
 @pytest.mark.one_in(8)

@@ -85,7 +85,7 @@ def test_routes(route: str, shares_row: bool) -> None:
 
 
 def test_as_adapters_of_pairs() -> None:
-    """What a GPU runs."""
+    """GPUs run this form."""
     for route in ROUTES:
         for shares_row in (True, False):
             case = Case(route, shares_row=shares_row)

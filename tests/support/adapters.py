@@ -18,7 +18,8 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tuner.utils import load_adapters
 
 from mlx_paged.core import StepBatch
-from mlx_paged.model.lora_slots import EXPERTS, LowRank, features_of
+from mlx_paged.model.linear_parts import EXPERTS
+from mlx_paged.model.lora_slots import LowRank, features_of
 from mlx_paged.model.paged_model import PagedModel
 from support.models import StepDriver, dense_logits, tiny_model
 from support.parity import Driver

@@ -95,11 +95,23 @@ def differences(reference: Reference, path: Path, *, original: bool = True) -> l
     with standing_in(reference.model_type):
         loaded = load(path, dtype="float32")
         driver = Driver(build_paged_model(loaded.model, loaded.config, block_size=8))
-        done, found = 0, []
-        for count in CHUNKS:
-            got = driver.step({"one": tokens[done : done + count]})["one"]
-            done += count
-            found.append(relative_rms(got, expected[done - 1]))
+        return differences_by_chunk(driver, tokens, expected)
+
+
+def differences_by_chunk(driver: Driver, tokens: list[int], expected: np.ndarray) -> list[float]:
+    """Runs one prompt in chunks and decodes, and compares the logits after each.
+
+    Args:
+        expected: ``[len(tokens), vocab_size]`` logits.
+
+    Returns:
+        RMS error of the logits of each step, relative to the RMS of the expected ones.
+    """
+    done, found = 0, []
+    for count in CHUNKS:
+        got = driver.step({"one": tokens[done : done + count]})["one"]
+        done += count
+        found.append(relative_rms(got, expected[done - 1]))
     return found
 
 
