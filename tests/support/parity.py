@@ -72,7 +72,8 @@ class Driver:
     """Runs steps of a `PagedModel`. Pools are initially NaN, so unwritten slots become visible.
 
     Attributes:
-        adapter_slot: Slot of the adapter of all sequences; 0: they have none.
+        adapter_slot: Slot of the sequences' adapter; 0: they have none.
+        without_adapter: Names of sequences that have none anyway.
     """
 
     def __init__(self, paged: PagedModel, *, num_blocks: int = 96, seed: int = 0) -> None:
@@ -87,6 +88,7 @@ class Driver:
         self._free_slots = rng.permutation(np.arange(1, NUM_STATE_SLOTS)).tolist()
         self._copies: list[tuple[int, int]] = []
         self.adapter_slot = 0
+        self.without_adapter: set[str] = set()
 
     def fork(self, name: str, source: str, num_tokens: int) -> None:
         """Starts a sequence with a prefix of another: full blocks are shared, the last is copied.
@@ -120,6 +122,7 @@ class Driver:
             self.paged.copy_blocks(mx.array(self._copies, dtype=mx.int32))
             self._copies = []
         lens = np.array([len(tokens) for tokens in work.values()])
+        slots = [0 if name in self.without_adapter else self.adapter_slot for name in work]
         inputs = StepInputs(
             context_lens=np.array([len(seq.tokens) for seq in sequences]),
             query_lens=lens,
@@ -128,7 +131,7 @@ class Driver:
             state_slots=StateSlots(reads, [seq.slot for seq in sequences])
             if self.paged.layout.has_states
             else None,
-            adapters=np.full(lens.sum(), self.adapter_slot) if self.adapter_slot else None,
+            adapters=np.repeat(slots, lens) if self.adapter_slot else None,
         )
         flat = mx.array([token for tokens in work.values() for token in tokens], dtype=mx.int32)
         logits = self.paged.forward(flat, inputs)
