@@ -19,7 +19,7 @@ from mlx_paged import ops
 from mlx_paged.model import patches
 from mlx_paged.model.caches import StepContext
 from mlx_paged.model.linear_parts import EXPERTS
-from mlx_paged.model.lora_slots import AdaptedLayer, slots_of_vectors, updated
+from mlx_paged.model.lora_slots import AdaptedLayer, updated
 from mlx_paged.model.overrides import Overrides
 
 #: Classes of modules around layers of experts.
@@ -103,7 +103,6 @@ class ExpertOverrides:
             slots = context.adapters
             if slots is None or patches.keeps_order_of_pairs(base):
                 return base.__call__(self_, x, indices, *more, **named)
-            slots = slots_of_vectors(slots, indices.size // indices.shape[-1])
             slots = (slots + 1).astype(indices.dtype).reshape(*indices.shape[:-1], 1)
             with context.slots_in_pairs(), patches.separate_experts():
                 return base.__call__(self_, x, indices * self._base + slots, *more, **named)
@@ -126,7 +125,6 @@ class ExpertOverrides:
             slots: ``[num_rows]`` int32; -1 means no adapter.
             experts: ``[..., top_k]``.
         """
-        slots = slots_of_vectors(slots, experts.size // experts.shape[-1])
         x = x.astype(self._dtype)
         return updated(
             out,

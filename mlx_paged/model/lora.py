@@ -24,7 +24,6 @@ from mlx_paged.model.lora_slots import (
     AdaptedLayer,
     LowRank,
     features_of,
-    slots_of_vectors,
     updated,
 )
 from mlx_paged.model.overrides import Overrides
@@ -80,7 +79,7 @@ class AdapterTargets:
             elif id(module) in of_projection:
                 refused[path] = "the output projection"
             elif path in apart:
-                refused[path] = "a layer that sees some rows of a step at a time"
+                refused[path] = "a layer that does not see one vector for each row"
             elif path.rpartition(".")[2] in _NOT_CALLED:
                 refused[path] = "a layer that the model never calls"
             else:
@@ -102,8 +101,8 @@ class AdapterTargets:
 
 @contextmanager
 def seen_apart(model: nn.Module, context: StepContext) -> Iterator[set[str]]:
-    """Finds layers whose calls cannot tell which rows they get: they see vectors of some of a
-    step's rows, such as one token or one expert at a time, or return several arrays.
+    """Finds layers whose calls cannot tell which rows they get: they see other than one vector for
+    each row of a step, such as one token or one expert at a time, or return several arrays.
 
     Within it, a step with adapters must be built.
 
@@ -120,7 +119,7 @@ def seen_apart(model: nn.Module, context: StepContext) -> Iterator[set[str]]:
             slots = context.adapters
             if slots is None:  # Another thread may run the model meanwhile.
                 return out
-            if x.size // x.shape[-1] % slots.shape[0] or not isinstance(out, mx.array):
+            if x.size // x.shape[-1] != slots.shape[0] or not isinstance(out, mx.array):
                 found.add(path)
             return out
 
@@ -256,13 +255,11 @@ def _adapted(
         slots: ``[num_rows]`` int32; -1 means no adapter.
 
     Raises:
-        ValueError: `x` does not have `num_rows` rows, or a multiple of them.
+        ValueError: `x` does not have `num_rows` rows.
     """
-    num_rows, shape = slots.shape[0], out.shape
-    if x.shape[0] != num_rows or x.size != num_rows * x.shape[-1]:
-        num_vectors = x.size // x.shape[-1]
-        slots = slots_of_vectors(slots, num_vectors)
-        x, out = x.reshape(num_vectors, -1), out.reshape(num_vectors, -1)
+    shape = out.shape
+    if x.shape[0] != slots.shape[0]:
+        x, out = x.reshape(-1, x.shape[-1]), out.reshape(-1, shape[-1])
     x = x.astype(dtype)
     out = updated(out, dtype, lambda base: ops.lora(base, x, slots, layer.a, layer.b))
     return out if out.shape == shape else out.reshape(shape)

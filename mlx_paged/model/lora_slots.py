@@ -143,23 +143,6 @@ class AdaptedLayer:
             self.a, self.b = (stack.array for stack in self._stacks)
 
 
-def slots_of_vectors(slots: mx.array, num_vectors: int) -> mx.array:
-    """Repeats the slots of rows that have several vectors each.
-
-    Args:
-        slots: ``[num_rows]`` int32.
-
-    Raises:
-        ValueError: The vectors are not a multiple of the rows.
-    """
-    num_rows = slots.shape[0]
-    if num_vectors % num_rows:
-        raise ValueError(
-            f"[lora] x must have a multiple of {num_rows} rows but got {num_vectors} vectors"
-        )
-    return slots if num_vectors == num_rows else mx.repeat(slots, num_vectors // num_rows)
-
-
 def updated(out: mx.array, dtype: mx.Dtype, update: Callable[[mx.array], mx.array]) -> mx.array:
     """Returns ``update(out)``, computed in another dtype.
 
